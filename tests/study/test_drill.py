@@ -6,12 +6,14 @@ import errno
 import importlib.util
 import json
 import os
+import random
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,8 +23,9 @@ from tune_kit import Folder, no_traceback_of_ours
 from saturate.cli.main import main
 from saturate.records.drill import DrillResult
 from saturate.study import drill as study_drill
-from saturate.study.drill import updates_needed
+from saturate.study.drill import Reference, _Kills, fewest_files, updates_needed
 from saturate.study.drill_remedies import UNFINISHED, remedy_of
+from saturate.verify.resume_log import Log, Save, Step, Update
 
 _RESTARTS = "def order(step): return Order(step // 8, 0)"
 _FORGETS = """
@@ -244,6 +247,46 @@ def test_two_ranks(skips: bool, verdict: str, tmp_path: Path) -> None:
     found = drill(tmp_path, _RANKS.replace("SKIPS", str(skips)), "--kills", "1", command=command)
     assert found["verdict"] == verdict, found["drills"]
     assert [one["resumed_at_update"] for one in found["drills"]] == [6, 6]
+
+
+def test_a_file_that_no_rank_would_come_to_is_not_drawn() -> None:
+    """Of a checkpoint of two parts the second was drawn, where each rank writes one: no rank stood still, and the drill said that
+    none had saved."""
+    token = {"at": "S0", "losses": []}
+    saved = [{"at": "save", "path": name} for name in "abc"]
+
+    def fewest(*ranks: list[dict[str, object]], kind: str = "save") -> int:
+        return fewest_files([Log(events=list(events)) for events in ranks], kind)
+
+    assert fewest([token, *saved[:1], token], [token, *saved[1:2], token]) == 1
+    assert fewest([token, *saved, token, *saved[:2], token], [token, token]) == 2       # the other rank saves nothing
+    assert fewest([token, *saved, token, *saved[:1]]) == 3                              # killed while it saved again
+    assert fewest([token, *saved[:2]]) == 2
+    assert fewest([token, *saved[:1], token], kind="wrote") == fewest() == 1
+
+    class Held(Exception):
+        """With where the process was to stand still."""
+
+    def run(argv: list[str], seed: int, hold: dict[str, int], *rest: object) -> None:
+        raise Held(hold)
+
+    updates = [Update((0.0,))] * 20
+    reference = Reference(updates, [Save(6, ("a.pt", "b.pt")), Save(12, ("a.pt", "b.pt"))], Step("S0"), 0.01, files=1)
+    for seed in range(8):
+        work = SimpleNamespace(request=SimpleNamespace(argv=["train"], resume_args=[]), random=random.Random(seed), say=lambda line: None, deadline=0.0)
+        with pytest.raises(Held) as held:
+            _Kills(work, SimpleNamespace(run=run), reference)._again(1, saving=True, final=False)      # type: ignore[arg-type]
+        assert held.value.args[0] == {"save": 1, "file": 0}
+
+
+@pytest.mark.slow
+def test_ranks_that_save_a_part_each_are_killed_while_they_save(tmp_path: Path) -> None:
+    parts = _RANKS.replace("if dist.get_rank() == 0:", "if True:").replace('"c.new"', 'f"c.new{dist.get_rank()}"').replace(
+        '"c.pt"', 'f"c{dist.get_rank()}.pt"').replace("SKIPS", "True")
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")
+    found = drill(tmp_path, parts, "--kills", "1", command=command)
+    assert found["verdict"] == "resumes_exactly", found["drills"]
+    assert [one["moment"] for one in found["drills"]] == ["update", "save"] and not found["notes"]
 
 
 _BY_HAND = """

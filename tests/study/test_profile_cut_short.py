@@ -64,6 +64,18 @@ def test_no_trace_is_read_where_the_recording_has_a_problem(record, kept, tmp_pa
     assert [path.name for path in seen.traces] == [path.name for path in sorted(tmp_path.glob("*.gz"))] == kept
 
 
+def test_a_trace_keeps_the_number_of_its_rank_and_a_missing_one_is_said(tmp_path):
+    """Of four, that of rank 2 was called rank 1's, and nothing said that rank 1 had none."""
+    (tmp_path / "t001").mkdir()
+    for rank in (0, 2):
+        (tmp_path / "t001" / f"trace-rank{rank}.json.gz").touch()
+    said: list[str] = []
+    seen = Seen(Facts(), record={**RECORDED, "others": {1: "the script runs torch.profiler itself", 2: "it ended before its last step"}})
+    study_profile._keep_traces(SimpleNamespace(folder=tmp_path, say=said.append), tmp_path / "t001", seen)     # type: ignore[arg-type]
+    assert [path.name for path in seen.traces] == ["trace-rank0.json.gz", "trace-rank2.json.gz"]
+    assert said == [seen.notes["ranks"]] == ["rank 1 was not recorded: the script runs torch.profiler itself"]
+
+
 def test_lines_that_are_not_known_have_their_reason():
     def why(**modules):
         return memory.breakdown(Seen(Facts(), modules=modules, notes={"modules": "it failed"}), str).unknown["lines"]

@@ -30,6 +30,13 @@ while True:
     optimizer.step(); optimizer.zero_grad()
 """
 STEP = {"token": "S0", "count": 1, "tokens": ["B", "B", "S0"]}
+#: In front of a training: two processes of it, as ranks without a process group.
+BOTH = """
+import os, subprocess, sys
+if 'RANK' not in os.environ:
+    ranks = [subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, 'RANK': str(rank), 'WORLD_SIZE': '2'}) for rank in range(2)]
+    sys.exit(max(rank.wait() for rank in ranks))
+"""
 
 
 def test_a_gate_reports_events_losses_and_parameters(script, start) -> None:
@@ -70,10 +77,45 @@ def test_variables_of_launchers_that_mean_something_else(variables, script, star
 
 def test_ranks_that_a_launcher_starts_need_no_process_group(script, start) -> None:
     """They may speak through another library than torch.distributed."""
-    both = "import os, subprocess, sys\nif 'RANK' not in os.environ:\n    ranks = [subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, " \
-           "'RANK': str(rank), 'WORLD_SIZE': '2'}) for rank in range(2)]\n    sys.exit(max(rank.wait() for rank in ranks))\n"
-    trial = start(str(script(both + TRAIN)), step=STEP)
+    trial = start(str(script(BOTH + TRAIN)), step=STEP)
     assert trial.wait_ready()["world_size"] == 2 and len(trial.gates) == 2
+
+
+def test_an_evaluation_of_any_rank_is_left_out(script, start, monkeypatch) -> None:
+    """Ranks that reduce together take as long; by which of them was slower, an evaluation of rank 0 alone was timed in every other block."""
+    trial = start(str(script(TRAIN)), step=STEP)
+    trial.wait_ready()
+    wait = trial._wait_gate
+
+    def of_two_ranks(*arguments, **named):
+        (gate,) = wait(*arguments, **named)
+        *stamps, last = gate["stamps"]
+        return [{**gate, "evaluations": [3]}, {**gate, "stamps": [*stamps, last + 1], "evaluations": []}]
+
+    monkeypatch.setattr(trial, "_wait_gate", of_two_ranks)
+    block = trial.run_block(1, 9)
+    assert block.evaluated == {2} and block.step_ns == [*block.timed_ns[:2], *block.timed_ns[3:]]
+
+
+def test_what_each_rank_said_at_its_end_is_known(script, start) -> None:
+    """The one that left first was heard, whichever that was."""
+    later = BOTH + TRAIN.replace("while True", "for _ in range(60)") + "\nif os.environ['RANK'] == '1':\n    import time\n    time.sleep(5)\n"
+    trial = start(str(script(later)), step=STEP)
+    with pytest.raises(TrialEnded) as ended:
+        trial.wait_ready()
+        trial.run_block(0, 100)
+    assert [notice["steps"] for notice in trial.server.notices] == [60, 60]
+    assert (ended.value.outcome.kind, ended.value.outcome.reason) == ("too_short", "the script ended after 60 training steps")
+
+
+def test_what_kept_another_rank_from_a_look_is_told(script, start, tmp_path: Path) -> None:
+    """Rank 0 alone was asked, and a missing trace had no reason."""
+    own = TRAIN.replace("while True:", "profiler = torch.profiler.profile()\nif os.environ['RANK'] == '1': profiler.start()\nwhile True:")
+    trial = start(str(script(BOTH + own)), step=STEP)
+    trial.wait_ready()
+    seen = trial.look("record", 1, 2, folder=str(tmp_path), step_ms=1.0)
+    assert "problem" not in seen and list(seen["others"]) == [1] and "torch.profiler" in seen["others"][1]
+    assert [path.name for path in tmp_path.glob("trace-rank*")] == ["trace-rank0.json.gz"]
 
 
 def test_parameters_that_stand_still_are_seen(script, start) -> None:

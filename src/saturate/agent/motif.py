@@ -24,11 +24,6 @@ class Step:
     count: int = 1
     tokens: tuple[str, ...] = ()
 
-    @property
-    def micro_steps(self) -> int:
-        """Backward passes in one step (at least one: a closure's passes are counted inside its optimizer step)."""
-        return max(1, sum(token == "B" for token in self.tokens))
-
     def describe(self) -> str:
         """The period in words, runs folded: "B x4 S0"."""
         words: list[str] = []
@@ -57,18 +52,36 @@ def period(tokens: list[str], repeats: int) -> tuple[str, ...] | None:
     return None
 
 
-def find(tokens: list[str]) -> Step | None:
-    """The step, if the tokens so far show one that ends with the newest token.
+def find(tokens: list[str], ranks: int = 1) -> Step | None:
+    """The step, if the tokens so far show one that ends with the newest token. `ranks`: how many train together.
 
-    Three repetitions are asked of short periods and two of long ones. When a new optimizer turns up later, the caller
-    starts over with all tokens (five critic steps look like a step of their own until the generator's comes).
+    Three repetitions are asked of short periods and two of long ones; of several ranks always three, see `_of_a_rank`. When a new
+    optimizer turns up later, the caller starts over with all tokens (five critic steps look like a step of their own until the
+    generator's comes).
     """
     if not tokens or tokens[-1] == "B":
         return None
+    if ranks > 1:
+        return _of_a_rank(tokens)
     found = period(tokens, 3) or (period(tokens, 2) if len(tokens) > 24 else None)
     if found is None or found[-1] == "B":
         return None
     return Step(found[-1], found.count(found[-1]), found)
+
+
+def _of_a_rank(tokens: list[str]) -> Step | None:
+    """The step by the optimizers' steps alone, of which all ranks make the same: one may accumulate over more backward passes than
+    another, and if it found its step an update sooner it would stand at the gate while the others wait for its gradients. So updates
+    of two lengths in turn are two steps here, where they are one in a single process.
+
+    >>> _of_a_rank(["B", "S0", "B", "B", "S0", "B", "B", "S0"]).describe()
+    'B x2 S0'
+    """
+    places = [index for index, token in enumerate(tokens) if token != "B"]
+    found = period([tokens[index] for index in places], 3)
+    if found is None:
+        return None
+    return Step(found[-1], found.count(found[-1]), tuple(tokens[places[-len(found) - 1] + 1:]))
 
 
 def irregular(tokens: list[str]) -> Step | None:

@@ -20,6 +20,7 @@ from typing import Any
 from saturate.agent import graphs, leaves, motif, observe, override, succession, takeover, threadbound, timeline
 from saturate.agent.guest import Guest
 from saturate.agent.optimizers import Optimizers
+from saturate.data import batches
 from saturate.techniques import _common
 
 _CLOCK = time.perf_counter_ns       # bound before any user code can replace it
@@ -72,6 +73,8 @@ class Session(Guest):
         self.lagging = 0                        # steps of optimizers that techniques do not act on
         self.placed = 0                         # how often techniques were applied to what is trained
         self.placed_at = sys.maxsize            # boundaries before the latest time
+        self.next_look = sys.maxsize            # boundaries before the next look at what techniques of a `run` have to show
+        self.shown: Any = None                  # at the latest: the script may have dropped its model when it ends
         self.leaves: list[weakref.ref[Any]] = []    # what is trained where no optimizer was built: see agent.leaves
         self.stepping: list[int] = []           # optimizers whose steps are under way, by id
         self._stepper: weakref.ref[Any] | None = None   # whose step is under way
@@ -175,7 +178,7 @@ class Session(Guest):
         if self.batching is not None:
             self.guard(self.batching.fetched, iterator)
         if self.capture is not None:
-            self.guard(self.capture.saw_batch, observe.tensors_of(self.torch, batch), iterator)
+            self.guard(self.capture.saw_batch, batches.tensors_of(self.torch, batch), iterator)
         if not self.loaders_known:
             self.guard(observe.remember_loader, self, iterator, batch)
 
@@ -361,7 +364,7 @@ class Session(Guest):
                 # The newest backward is the first of a step: with n > 1 the step ends n - 1 backwards later.
                 self.occurrences = 1
         else:
-            self.step = motif.find(self.tokens)
+            self.step = motif.find(self.tokens, observe.world_size())
         if self.step is None and len(self.tokens) >= MOST_TOKENS:
             self.step = motif.irregular(self.tokens)
             if self.step is None:
@@ -399,6 +402,8 @@ class Session(Guest):
         if self.watchdog is not None:
             self.watchdog.boundary(self)
         if self.phase == "active":
+            if self.boundaries >= self.next_look:
+                self.shown, self.next_look = observe.shown(self), 2 * self.boundaries - self.placed_at     # seldom, the longer it goes on
             if self.succeeded and self.plan["techniques"] and takeover.due(self):
                 self.whole(takeover.move, self)
             if self.gate is not None and self.capture is None:

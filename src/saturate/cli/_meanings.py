@@ -50,6 +50,8 @@ TRIAL_OUTCOMES = {
                "script that replays a CUDA graph of whole steps must be run without.",
     "not_in_time": "Its first step did not come within the budget. A longer --budget waits for it.",
     "several_trainings": "Several of its processes train independently of each other. Give saturate the command of one of them.",
+    "ranks_apart": "Some of its ranks came to the end of a step, and others did not: they run on another node, do not train, have no batch left "
+                   "(torch's Join), or wait for something. The reason names them. Several nodes and Join are not supported.",
     "no_agent": "The code that watches never woke up inside the command: another interpreter, or one that was started so that it cannot "
                 "be entered (python -S or -I). Start the training with plain python.",
     "crashed": "A Python exception ended it. The reason quotes it, and the log has the whole traceback.",

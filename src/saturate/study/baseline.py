@@ -214,7 +214,7 @@ def failed(study: Study, outcome: Outcome) -> bool:
     log = study.folder / study.store.trials()[-1]["log"]
     if outcome.kind == "not_in_time":
         study.needs_budget = f"{math.ceil(2 * study.request.budget_s / 60)}m"
-    if outcome.kind in ("too_short", "never_trained", "no_step", "several_trainings", "not_in_time"):
+    if outcome.kind in ("too_short", "never_trained", "no_step", "several_trainings", "ranks_apart", "not_in_time"):
         study.refusal = f"{outcome.reason}; {outcome.remedy}"
         study.say(f"cannot measure: {study.refusal}")
         return False

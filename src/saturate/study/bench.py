@@ -307,12 +307,14 @@ class Bench:
         return self.peaks.too_much(techniques)
 
     def check_applied(self, trial: Trial, hello: dict[str, Any]) -> None:
-        """Raise TrialEnded unless every technique was applied."""
-        for applied in hello["applied"]:
-            if applied["problem"]:
-                kind, _, reason = applied["problem"].partition(": ")
-                outcome = "not_applied" if kind == "not_applied" else "failed_to_apply"
-                raise trial.end(Outcome(outcome, f"{applied['id']}: {reason.strip().splitlines()[0]}"))
+        """Raise TrialEnded unless every technique was applied, on every rank. `hello`: rank 0's greeting."""
+        for greeting in (hello, *trial.greetings()[1:]):
+            where = f" on rank {greeting['rank']}" if greeting["rank"] else ""
+            for applied in greeting["applied"]:
+                if applied["problem"]:
+                    kind, _, reason = applied["problem"].partition(": ")
+                    outcome = "not_applied" if kind == "not_applied" else "failed_to_apply"
+                    raise trial.end(Outcome(outcome, f"{applied['id']}{where}: {reason.strip().splitlines()[0]}"))
 
     def _warm(self, trial: Trial, techniques: Set, hello: dict[str, Any], purpose: str) -> Live:
         """Run until the step time is stationary, however many steps that takes."""
@@ -352,7 +354,7 @@ class Bench:
                     step_ms, settled is not None, {token: rate(windows, token) for token in windows[-1][1]}, record, too_long)
 
     def _prove(self, trial: Trial, techniques: Set) -> Evidence:
-        """Raise TrialEnded unless every technique shows that it took effect."""
+        """Raise TrialEnded unless every technique shows that it took effect, on rank 0: some act there only, as where that one saves."""
         evidence = msgspec.convert(trial.ask("evidence"), Evidence)
         for candidate in techniques:
             try:

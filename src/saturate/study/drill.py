@@ -85,7 +85,8 @@ class Request:
 
 @dataclass
 class Reference:
-    """The uninterrupted run. `others`: it wrote no checkpoint that could be told as one, and `saves` are its other binary files."""
+    """The uninterrupted run. `others`: it wrote no checkpoint that could be told as one, and `saves` are its other binary files.
+    `files`: the fewest that one process wrote in a save."""
 
     updates: list[Update]
     saves: list[Save]
@@ -93,6 +94,7 @@ class Reference:
     step_s: float
     others: bool = False
     loads: bool = True          # a DataLoader gave batches
+    files: int = 1
 
     @property
     def gap(self) -> int:
@@ -112,6 +114,22 @@ def updates_needed(places: list[int], kills: int) -> int | None:
     places = [0, *places[: kills + 1]]
     gap = max(b - a for a, b in zip(places, places[1:]))
     return places[-1] + max(LEAST_TAIL, min(gap, MOST_TAIL))
+
+
+def fewest_files(logs: list[resume_log.Log], kind: str) -> int:
+    """How many files each process that saves has in each of its saves at least: of a checkpoint in parts, every rank writes its own. A
+    save is what lies between two tokens, as for the agent (`hold` of `agent.drill.Drill`); one that no token follows may have been cut
+    short. `kind`: see `resume_log.saves`."""
+    whole: list[int] = []
+    last: list[int] = []
+    for log in logs:
+        files = 0
+        for event in log.events:
+            if resume_log.is_token(event):
+                whole, files = [*whole, *([files] if files else [])], 0
+            files += event["at"] == kind
+        last += [files] if files else []
+    return min(whole or last, default=1)
 
 
 def drill(request: Request, say: Callable[[str], None]) -> DrillResult:
@@ -199,7 +217,8 @@ class _Work:
         times = [b.t_ns - a.t_ns for a, b in zip(updates, updates[1:])]
         cut_short = ran.ended is None and needed is None
         saves = [save for save in saves or others if save.update < len(updates) or cut_short]
-        return Reference(updates, saves, step, statistics.median(times) / 1e9 if times else 0.0, bool(others), ran.loads), ""
+        return Reference(updates, saves, step, statistics.median(times) / 1e9 if times else 0.0, bool(others), ran.loads,
+                         fewest_files(ran.logs, "wrote" if others else "save")), ""
 
     def _seen_enough(self, log: resume_log.Log) -> bool:
         done = log.updates(log.step)
@@ -298,7 +317,8 @@ class _Kills:
                 self.work.notes.append(f"kill {number + 1} was left out: " + (ran.ended.reason if ran.ended else "the budget is used up"))
                 return
             if saving and not ran.held:
-                self.work.notes.append("no kill in the middle of a save: it did not save again within the compared updates")
+                why = "its save had fewer files than those before" if ran.saves(reference.step) else "it did not save again within the compared updates"
+                self.work.notes.append(f"no kill in the middle of a save: {why}")
                 return
             moment = "save" if saving else "update"
 
@@ -326,7 +346,7 @@ class _Kills:
             return self._run(argv, what, left, lambda log: log.updates(reference.step) >= left, number)
         most = min(left, 2 * reference.gap + MOST_TAIL)
         if saving:
-            hold = {"save": 1, "file": self._between(0, min(len(save.paths) for save in reference.saves) - 1)}
+            hold = {"save": 1, "file": self._between(0, reference.files - 1)}
             self.work.say(f"{what} runs into its next save")
             return self.chain.run(argv, _SEED + number, hold, lambda log: log.held or log.updates(reference.step) >= most,
                                   reference.step, self.work.deadline)

@@ -171,16 +171,19 @@ class Process:
         return min(gate["fit"]["device"]["room_bytes"] for gate in self.trial.gates)
 
     def at_its_end(self, window: Window | None) -> Window:
-        """`window` as it was when the script ended by itself, by what rank 0 said and the meter saw."""
-        words: dict[str, Any] = next((notice["fit"] for notice in self.trial.server.notices if "fit" in notice), {})
-        device = words.get("device")
-        peak = device["reserved_bytes"] if device else self.meter.peak_bytes()
+        """`window` as it was when the script ended by itself, by what its ranks said and the meter saw. A rank may have left without a
+        word, so nothing becomes less than it was."""
+        told = [notice["fit"] for notice in self.trial.server.notices if "fit" in notice]
+        devices = [one["device"] for one in told if one["device"] is not None]
         before = window or Window(0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0.0)
-        return replace(before, peak_bytes=max(before.peak_bytes, peak), retries=device["retries"] if device else before.retries,
-                       evaluations=words.get("evaluations", before.evaluations), saves=words.get("saves", before.saves))
+        peaks = [device["reserved_bytes"] for device in devices] or [self.meter.peak_bytes()]
+        return replace(before, peak_bytes=max(before.peak_bytes, *peaks),
+                       retries=max(before.retries, sum(device["retries"] for device in devices)),
+                       evaluations=max(before.evaluations, *(one["evaluations"] for one in told), 0),
+                       saves=max(before.saves, *(one["saves"] for one in told), 0))
 
     def steps_at_its_end(self) -> int:
-        """Steps since the start of the process, as rank 0 said when it ended."""
+        """Steps since the start of the process, as its ranks said when they ended."""
         return max((notice["steps"] for notice in self.trial.server.notices if notice["at"] == "ended"), default=0)
 
     def finish(self) -> None:

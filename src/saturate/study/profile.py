@@ -358,13 +358,17 @@ def _whole(steps: int, period: int) -> int:
 
 
 def _keep_traces(study: Study, run_dir: Path, seen: Seen) -> None:
-    """Move the traces out of the trial's folder, by rank; none where the recording has a problem: those of the other ranks alone would
-    be read as if they were all."""
+    """Move the traces out of the trial's folder, each with the number of its rank; none where rank 0's recording has a problem: it is
+    the one that is explained. A rank whose trace is missing is said."""
     if seen.record.get("problem"):
         for path in run_dir.glob("trace-rank*.json*"):
             path.unlink(missing_ok=True)
         return
-    found = sorted(run_dir.glob("trace-rank*.json.gz"), key=lambda path: int(path.name[10:].partition(".")[0]))
-    for rank, path in enumerate(found):
+    found = {int(path.name[10:].partition(".")[0]): path for path in run_dir.glob("trace-rank*.json.gz")}
+    for rank, path in sorted(found.items()):
         target = study.folder / ("trace.json.gz" if len(found) == 1 else f"trace-rank{rank}.json.gz")
         seen.traces.append(Path(shutil.move(path, target)))
+    missing = {rank: why for rank, why in seen.record.get("others", {}).items() if rank not in found}
+    if missing:
+        seen.notes["ranks"] = "; ".join(f"rank {rank} was not recorded: {why}" for rank, why in missing.items())
+        study.say(seen.notes["ranks"])

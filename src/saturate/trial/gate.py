@@ -30,6 +30,15 @@ class GateTimeout(Exception):
     """Nothing arrived in time."""
 
 
+class RanksApart(GateTimeout):
+    """Nothing arrived in time, while some ranks (`standing`) wait at the gate for others (`missing`). Numbers, in order."""
+
+    def __init__(self, standing: list[int], missing: list[int]):
+        super().__init__(f"{standing} wait for {missing}")
+        self.standing = standing
+        self.missing = missing
+
+
 class AgentFailed(Exception):
     """The agent had an error of its own and withdrew; nothing will come to the gate any more."""
 
@@ -100,13 +109,20 @@ class GateServer:
         """Rank 0's greeting, once it has arrived."""
         return next((r.hello for r in self.ranks if r.hello and r.hello["rank"] == 0), None)
 
+    def greetings(self) -> list[dict[str, Any]]:
+        """The latest of every rank that has greeted, by rank."""
+        return [hello for _, hello in self._greeted()]
+
+    def _greeted(self) -> list[tuple[_Rank, dict[str, Any]]]:
+        return sorted(((r, r.hello) for r in self.ranks if r.hello), key=lambda pair: pair[1]["rank"])
+
     def wait_gates(self, timeout_s: float, alive: Any, sign_of_life: Any = lambda: None, longest_s: float = 0.0,
                    progress: Any = lambda: None) -> list[dict[str, Any]]:
         """The `gate` message of every rank, rank 0 first, once all stand at the gate.
 
         `alive()` is asked now and then; when it is false and nothing is left to read, GateClosed is raised. GateTimeout is
         raised after `timeout_s` in which neither `sign_of_life()` nor `progress()` changed, or after `longest_s` in which the
-        latter did not: who talks may do nothing else.
+        latter did not: who talks may do nothing else. It is RanksApart where some have come.
         """
         waiting: dict[int, dict[str, Any]] = {}
         began = time.monotonic()
@@ -119,32 +135,60 @@ class GateServer:
                 if (seen := progress()) != reached:
                     began, reached = now, seen
                 elif sign == before or now - began >= longest_s:
-                    raise
+                    raise self._apart(waiting) from None
                 deadline = Deadline(now + timeout_s, _LATE_S)
                 continue
             for rank, message in received:
                 if message["at"] == "gate":
                     waiting[id(rank)] = message
-            greeted = [r for r in self.ranks if r.hello]
+            greeted = [rank for rank, _ in self._greeted()]
             if greeted and len(greeted) >= self.world_size and all(id(r) in waiting for r in greeted):
-                greeted.sort(key=lambda r: r.hello["rank"] if r.hello else 0)
                 return [waiting[id(r)] for r in greeted]
+
+    def _apart(self, waiting: dict[int, dict[str, Any]]) -> GateTimeout:
+        standing = [hello["rank"] for rank, hello in self._greeted() if id(rank) in waiting]
+        missing = sorted(set(range(self.world_size)) - set(standing))
+        return RanksApart(standing, missing) if standing else GateTimeout()
 
     def ask(self, order: dict[str, Any], timeout_s: float, alive: Any) -> Any:
         """Rank 0's answer to a question, while all ranks stand at the gate."""
-        first = next(r for r in self.ranks if r.hello and r.hello["rank"] == 0)
-        self._send(first, order)
+        return self._answers([rank for rank, _ in self._greeted()][:1], order, timeout_s, alive)[0]
+
+    def ask_all(self, order: dict[str, Any], timeout_s: float, alive: Any) -> list[Any]:
+        """Every rank's answer, by rank, while all stand at the gate."""
+        return self._answers([rank for rank, _ in self._greeted()], order, timeout_s, alive)
+
+    def _answers(self, ranks: list[_Rank], order: dict[str, Any], timeout_s: float, alive: Any) -> list[Any]:
+        for rank in ranks:
+            self._send(rank, order)
         deadline = Deadline(time.monotonic() + timeout_s, _LATE_S)
-        while True:
+        answers: dict[int, Any] = {}
+        while len(answers) < len(ranks):
             for rank, message in self._receive(deadline, alive):
-                if rank is first and message["at"] == "answer":
-                    return message["value"]
+                if message["at"] == "answer":
+                    answers[id(rank)] = message["value"]
+        return [answers[id(rank)] for rank in ranks]
 
     def go(self, order: dict[str, Any]) -> None:
         """Let every rank run."""
         for rank in self.ranks:
             if rank.hello:
                 self._send(rank, order)
+
+    def hear_out(self, longest_s: float, alive: Any) -> None:
+        """Keep what ranks say at their ends, until all have closed: where the first has, others may still be at it. No longer than
+        `longest_s`, nor when `alive()` is false and nothing is left to read."""
+        open_still = {rank.connection: rank for rank in self.ranks if rank.hello}
+        ends = time.monotonic() + longest_s
+        while open_still and (left := ends - time.monotonic()) > 0:
+            ready, _, _ = select.select(list(open_still), [], [], min(left, 0.5))
+            if not ready and not alive():
+                return
+            for connection in ready:
+                try:
+                    self.notices += [message for message in open_still[connection].lines() if message.get("at") == "ended"]
+                except GateClosed:
+                    del open_still[connection]
 
     def close(self) -> None:
         for rank in self.ranks:

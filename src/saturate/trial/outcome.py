@@ -40,6 +40,7 @@ KINDS = {
     "no_step": "it trains, but no step was recognised",
     "not_in_time": "its first step did not come within the budget",
     "several_trainings": "several of its processes train independently of each other",
+    "ranks_apart": "some of its ranks came to the end of a step, and others did not",
     "no_agent": "the agent never woke up",
     "crashed": "a Python exception ended it",
     "command_not_found": "the command does not exist or cannot be executed",
@@ -203,6 +204,25 @@ def stalled(timeout_s: float, greeted: bool, printed: bool, injectable: str | No
     return Outcome("hung", f"{seen} no training step was seen for {timeout_s:.0f} s or more",
                    "see what it waits for, and check that it trains with PyTorch and that Python is started with PYTHONPATH "
                    "kept; if it only needs long before its first step, give it more time with --timeout")
+
+
+def apart(timeout_s: float, standing: list[int], missing: list[int]) -> Outcome:
+    """Name a workload that had to be ended because only some of its ranks came to the gate, where those wait for the others."""
+    waits = "stands" if len(standing) == 1 else "stand"
+    return Outcome(
+        "ranks_apart", f"{_ranks(standing)} {waits} at the end of a step, and {_ranks(missing)} did not come to it within {timeout_s:.0f} s",
+        f"see what {_ranks(missing)} waited for: every rank has to run on this machine and to make the same steps of its optimizers. Several "
+        "nodes (--nnodes 2), ranks that do not train, and torch's Join where they get unequal numbers of batches are not supported; where the "
+        "steps of several optimizers follow no order, --step optimizer:0 says what ends a step; if it only needs long, give it more time with --timeout")
+
+
+def _ranks(numbers: list[int]) -> str:
+    """
+    >>> _ranks([1]), _ranks([0, 2, 3])
+    ('rank 1', 'ranks 0, 2 and 3')
+    """
+    *first, last = map(str, numbers)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
 def _ignores_us(injectable: str) -> Outcome:

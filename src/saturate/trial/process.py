@@ -26,11 +26,12 @@ from saturate.trial.gate import (
     GateServer,
     GateTimeout,
     NoStep,
+    RanksApart,
     SeveralTrainings,
     StartedElsewhere,
 )
 from saturate.trial.layers import SUPERVISE
-from saturate.trial.outcome import ELSEWHERE, Outcome, classify, stalled, unseen
+from saturate.trial.outcome import ELSEWHERE, Outcome, apart, classify, stalled, unseen
 
 #: A workload that keeps printing (tokenising, downloading) is not hung, but it is not waited for longer than this many
 #: times the silence that would be a hang.
@@ -85,8 +86,8 @@ class TrialSpec:
 class Block:
     """The timed steps of one block, nanoseconds each; their time by part when split (see `agent.timeline` for whose time).
     `events`: how often each token of the motif occurred in all its `steps`, skipped ones included. `sample`: a few entries of a few
-    parameters of rank 0 after the block; `moved`: whether they changed in it. `evaluated`: which of the timed steps held an
-    evaluation."""
+    parameters of rank 0 after the block; `moved`: whether they changed in it. `evaluated`: in which of the timed steps any rank
+    evaluated."""
 
     timed_ns: list[int]
     parts: dict[str, int]
@@ -216,9 +217,11 @@ class Trial:
             raise self.end(Outcome("clock_disagrees", problem))
         durations = [later - earlier for earlier, later in zip(stamps, stamps[1:])][skip:]
         self._step_s = sum(durations) / len(durations) / 1e9
+        # Of any rank: those that wait for it in a collective take as long, and which is the slowest then is chance.
+        evaluated = frozenset(index - skip for gate in gates for index in gate["evaluations"] if index >= skip)
         return Block(
             durations, slowest["parts"], {token: count - counts.get(token, 0) for token, count in self.counts.items()}, skip + steps,
-            self.sample, self.sample != sample, frozenset(index - skip for index in slowest["evaluations"] if index >= skip),
+            self.sample, self.sample != sample, evaluated,
         )
 
     def greeting(self) -> dict[str, Any]:
@@ -227,15 +230,22 @@ class Trial:
         assert hello is not None    # it has come to the gate
         return hello
 
+    def greetings(self) -> list[dict[str, Any]]:
+        """The latest of every rank, rank 0 first."""
+        return self.server.greetings()
+
     def ask(self, question: str) -> Any:
         """Facts or evidence, while at the gate."""
         self._looked_at = self._looked_at or question == "ceilings"
         return self._guarded(lambda: self.server.ask({"do": question}, self.workload.timeout_s, self._alive))
 
     def look(self, kind: str, skip: int, steps: int, **options: Any) -> dict[str, Any]:
-        """Look closely at `steps` steps after `skip` (at least 1): what rank 0 saw. `kind` and `options`: `agent.profiling`."""
+        """Look closely at `steps` steps after `skip` (at least 1): what rank 0 saw. `kind` and `options`: `agent.profiling`. Of the
+        other ranks only what kept them from it is returned, by rank, as "others"."""
         self.run_block(skip, steps + 1, watch={"kind": kind, "skip": skip, "steps": steps, **options})
-        return self.ask("seen")
+        first, *others = self._guarded(lambda: self.server.ask_all({"do": "seen"}, self.workload.timeout_s, self._alive))
+        problems = {rank: seen["problem"] for rank, seen in enumerate(others, 1) if seen and "problem" in seen}
+        return {**first, "others": problems} if problems else first
 
     def _wait_gate(self, patience_s: float = math.inf, expected_s: float = 0.0) -> list[dict[str, Any]]:
         """`expected_s`: what the steps until then take as far as is known; only what comes on top of it is a silence that tells."""
@@ -246,6 +256,8 @@ class Trial:
         def wait() -> list[dict[str, Any]]:
             try:
                 return self.server.wait_gates(silence, self._may_come, self._printed, longest, self._recorded)
+            except RanksApart:
+                raise
             except GateTimeout:
                 if time.monotonic() - began < patience_s:
                     raise
@@ -277,6 +289,8 @@ class Trial:
     def _guarded(self, action: Callable[[], Any], silence_s: float | None = None) -> Any:
         try:
             return action()
+        except RanksApart as ranks:
+            raise self.end(apart(silence_s or self.workload.timeout_s, ranks.standing, ranks.missing)) from None
         except GateTimeout:
             trained = self.server.hello() is not None or self._recorded()[0] > 0
             raise self.end(stalled(silence_s or self.workload.timeout_s, trained, self._printed()[0] > 0,
@@ -357,7 +371,9 @@ class Trial:
         """The gate closed by itself: find out how the workload ended."""
         if self.ended is not None:
             return TrialEnded(self.ended, self.log)
-        report = self._shut(grace_s=GRACE_S)
+        began = time.monotonic()
+        self.server.hear_out(GRACE_S, self._alive)
+        report = self._shut(grace_s=max(0.0, GRACE_S - (time.monotonic() - began)))
         hello = self.server.hello()
         last = [notice for notice in self.server.notices if notice["at"] == "ended"]
         steps = max([self.steps, hello["steps_so_far"] if hello else 0, *(notice["steps"] for notice in last)])
