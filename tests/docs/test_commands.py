@@ -1,25 +1,19 @@
-"""The commands of the documentation are ones that exist, and the lines of `--as-code` do what they say."""
+"""The commands of the documentation are ones that exist."""
 
 from __future__ import annotations
 
-import dataclasses
-import gc
 import importlib
 import itertools
 import re
 import shlex
-import subprocess
-import sys
-import typing
 from pathlib import Path
 
 import pytest
 
-from saturate.cli import main, recipe
+from saturate.cli import main
 from saturate.errors import UsageError
 from saturate.records import recipe as recipes
 from saturate.records.recipe import Entry, Recipe
-from saturate.techniques import _registry
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("examples/*.md"))]
@@ -101,104 +95,3 @@ def test_what_needs_no_training_runs(folder, capsys, line):
 
 def test_the_doctor_answers(folder, capsys):
     assert main.main(["doctor"]) in (0, 3) and "saturate" in capsys.readouterr().out
-
-
-# --- the lines of --as-code -------------------------------------------------------------------------------------------
-
-SHELL = "# in the shell"
-
-
-def every_choice(module) -> list[dict[str, object]]:
-    """The defaults, and every combination of what is to be chosen from a list or switched."""
-    hints = typing.get_type_hints(module.Options)
-    axes = [[(field.name, value) for value in ((False, True) if hints[field.name] is bool else typing.get_args(hints[field.name]))]
-            for field in dataclasses.fields(module.Options)
-            if hints[field.name] is bool or typing.get_origin(hints[field.name]) is typing.Literal]
-    return [dict(chosen) for chosen in itertools.product(*axes)]
-
-
-def code_of(identity: str, **options: object) -> str:
-    return recipe.as_code(Recipe(techniques=[Entry(id=identity, options=options)]), "recipe.toml")
-
-
-@pytest.mark.parametrize("identity", _registry.load())
-def test_the_lines_are_python_or_shell(identity):
-    module = _registry.load()[identity]
-    for chosen in every_choice(module):
-        code = module.as_code(module.Options(**chosen))
-        if code.startswith(SHELL):
-            assert subprocess.run(["bash", "-n"], input=code, text=True, check=False).returncode == 0, code
-        else:
-            compile(code, identity, "exec")
-
-
-def trained(identity: str, given: str = "", **options: object) -> dict[str, typing.Any]:
-    """The variables of a script with the lines of a technique in it. `given`: what stands for the dots in them."""
-    code = code_of(identity, **options).replace("...", given)
-    assert "..." not in code
-    script = f"""
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-device = torch.device("cpu")
-model = torch.nn.Linear(4, 2)
-criterion = torch.nn.functional.mse_loss
-dataset = TensorDataset(torch.randn(16, 4), torch.randn(16, 2))
-loader = DataLoader(dataset, batch_size=8)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-inputs, targets = dataset[:8]
-criterion(model(inputs), targets).backward()
-before = [parameter.detach().clone() for parameter in model.parameters()]
-{code}
-"""
-    found: dict[str, typing.Any] = {"__name__": "script"}
-    exec(script, found)
-    return found
-
-
-def test_autocast_computes_in_bfloat16():
-    import torch
-
-    found = trained("bf16-autocast")
-    assert found["output"].dtype == torch.bfloat16 and found["loss"].dtype == torch.float32
-    found["loss"].backward()
-
-
-def test_compile_gives_a_compiled_model():
-    import torch
-
-    found = trained("compile", mode="default")
-    assert isinstance(found["model"], torch._dynamo.eval_frame.OptimizedModule)
-
-
-def test_the_fused_optimizer_steps():
-    found = trained("fused-optimizer", given="lr=0.1")
-    found["optimizer"].step()
-    assert all(group["fused"] for group in found["optimizer"].param_groups)
-    assert any((old != new).any() for old, new in zip(found["before"], found["model"].parameters(), strict=True))
-
-
-def test_the_loader_has_workers():
-    loader = trained("loader-workers", given="batch_size=8", workers=2, prefetch=3)["loader"]
-    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 3, True)
-    assert len(list(loader)) == 2
-
-
-def test_gradients_are_set_to_none():
-    assert all(parameter.grad is None for parameter in trained("zero-grad-none")["model"].parameters())
-
-
-def test_the_collector_is_frozen():
-    threshold = gc.get_threshold()
-    try:
-        gc.unfreeze()
-        trained("gc-freeze", threshold=70_000)
-        assert gc.get_freeze_count() > 0 and gc.get_threshold()[0] == 70_000
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*threshold)
-
-
-def test_threads_are_those_that_were_asked_for():
-    code = code_of("cpu-threads", threads=1) + f"\n{shlex.quote(sys.executable)} -c 'import torch; print(torch.get_num_threads())'"
-    assert subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"

@@ -9,6 +9,10 @@ from typing import Any
 from saturate.cli._output import answer, paint, percent, show_json, table
 from saturate.errors import clean
 
+#: Above the lines of several techniques: each stands for itself, and two may make the same loader, or call the same model.
+_TOGETHER = ("# Together: arguments of one call, DataLoader(...) for one, belong into one call; contexts around one call nest; and what is\n"
+             "# compiled is called in place of the model.")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="show | diff | validate")
@@ -63,7 +67,7 @@ def as_code(recipe: Any, name: str) -> str:
         module = registry[entry.id]
         code = module.as_code(options_from(module, entry.options)).strip("\n")
         parts.append(f"# {entry.id}: {module.TECHNIQUE.title}\n{code}")
-    return "\n\n".join(parts) or "# This recipe changes nothing."
+    return "\n\n".join([_TOGETHER] * (len(parts) > 1) + parts) or "# This recipe changes nothing."
 
 
 def summary(recipe: Any) -> str:

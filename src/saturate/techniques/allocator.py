@@ -224,13 +224,15 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    lines = ["# in the shell, before Python starts:"]
+    lines = ["# in the shell, before Python starts; what is set there already stays:"]
     if options.kind == EXPANDABLE:
-        lines += [f"export {name}={EXPANDABLE}:True" for name in CUDA_VARIABLES]
+        one, other = CUDA_VARIABLES
+        lines.append(f"users=\"${{{one}:-${{{other}:-}}}}\"")
+        lines += [f"export {name}=\"${{{name}:-$users}}${{users:+,}}{EXPANDABLE}:True\"" for name in CUDA_VARIABLES]
     elif options.kind == "glibc":
-        lines += [f"export {name}={value}" for name, value in GLIBC.items()]
+        lines += [f"export {name}=\"${{{name}-{value}}}\"" for name, value in GLIBC.items()]
     else:
-        lines.append(f"export LD_PRELOAD={standard('shlex').quote(options.library)}")
+        lines.append(f"export LD_PRELOAD={standard('shlex').quote(options.library)}\"${{LD_PRELOAD:+:$LD_PRELOAD}}\"")
         if options.kind == "jemalloc":
-            lines.append(f"export MALLOC_CONF={JEMALLOC}")
+            lines.append(f"export MALLOC_CONF=\"{JEMALLOC}${{MALLOC_CONF:+,$MALLOC_CONF}}\"")
     return "\n".join(lines)

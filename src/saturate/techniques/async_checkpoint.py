@@ -163,8 +163,30 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
+    later = options.mode != "sync"
+    imports = ("import copy\nimport os\nfrom concurrent.futures import ThreadPoolExecutor\nfrom torch.utils._pytree import tree_leaves\n"
+               if later else "import os\n")
+    write = (
+        "\n"
+        "def write(state, path):\n"
+        "    with open(f\"{path}.tmp\", \"wb\") as file:\n"
+        "        torch.save(state, file)\n"
+        "        file.flush()\n"
+        "        os.fsync(file.fileno())\n"
+        "    os.replace(f\"{path}.tmp\", path)      # whole or not at all\n"
+        "    folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)\n"
+        "    os.fsync(folder)\n"
+        "    os.close(folder)\n"
+        "\n"
+    )
+    if not later:
+        return f"{imports}{write}write(state, path)      # in place of torch.save(state, path)"
     return (
-        "staged = copy.deepcopy(state)      # training may go on; wait for the thread before the next save and at exit\n"
-        "saving = threading.Thread(target=torch.save, args=(staged, path + \".tmp\"))\n"
-        "saving.start()                     # then fsync, os.replace(path + \".tmp\", path), fsync of the folder"
+        f"{imports}{write}"
+        "writer = ThreadPoolExecutor(max_workers=1)\n"
+        "# In place of torch.save(state, path); the training may go on once the copy is there:\n"
+        "clones = {id(leaf): leaf.detach().to(\"cpu\", copy=True) for leaf in tree_leaves(state) if torch.is_tensor(leaf)}\n"
+        "saving = writer.submit(write, copy.deepcopy(state, clones), path)\n"
+        "# Before the next save, before anything reads the file, and at the end:\n"
+        "saving.result()      # waits, and raises what the write raised"
     )

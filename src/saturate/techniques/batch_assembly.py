@@ -97,6 +97,7 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     return (
+        "from torch.utils.data import BatchSampler, RandomSampler      # SequentialSampler where nothing is shuffled\n"
         "sampler = BatchSampler(RandomSampler(dataset), batch_size, drop_last=False)\n"
         "loader = DataLoader(dataset, sampler=sampler, batch_size=None)     # dataset[indices] selects the whole batch"
     )

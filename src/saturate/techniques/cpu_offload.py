@@ -185,8 +185,21 @@ def active(evidence: Evidence, options: Options) -> Proof:
 def as_code(options: Options) -> str:
     if options.what == "optimizer":
         return (
-            "# between steps, for each tensor of optimizer.state:\n"
-            "host = torch.empty_like(tensor, device='cpu', pin_memory=True).copy_(tensor, non_blocking=True)\n"
-            "# before the step that needs it: state[name] = host.to('cuda', non_blocking=True)"
+            "# One parameter after the other has its state on the device; saturate takes several at a time.\n"
+            "def step(optimizer):\n"
+            "    groups = optimizer.param_groups\n"
+            "    for group in groups:\n"
+            "        for p in group[\"params\"]:\n"
+            "            if p.grad is not None:\n"
+            "                optimizer.param_groups = [{**group, \"params\": [p]}]\n"
+            "                move(optimizer.state[p], lambda tensor: tensor.to(p.device, non_blocking=True))\n"
+            "                optimizer.step()\n"
+            "                move(optimizer.state[p], lambda tensor: torch.empty_like(tensor, device=\"cpu\", pin_memory=True).copy_(tensor))\n"
+            "    optimizer.param_groups = groups\n"
+            "\n"
+            "def move(state, to):\n"
+            "    state.update({name: to(value) for name, value in state.items() if torch.is_tensor(value) and value.numel() > 1})\n"
+            "\n"
+            "step(optimizer)      # in place of optimizer.step()"
         )
-    return "with torch.autograd.graph.save_on_cpu(pin_memory=True):\n    loss = model(inputs)"
+    return "with torch.autograd.graph.save_on_cpu(pin_memory=True):\n    output = model(inputs)"

@@ -121,5 +121,17 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    lines = [f"export {name}={value}" for name, value in environment(options).items()]
-    return "\n".join(["# in the shell, before Python starts:", *lines])
+    lines = ["# in the shell, before Python starts:", *(f"export {name}={value}" for name, value in environment(options).items())]
+    if options.bind:
+        lines += [
+            "# in the script, where a loader has workers: they would all share the one core that the main thread is bound to",
+            "import functools",
+            "import os",
+            "",
+            "def on_cores(cores, worker):",
+            "    os.sched_setaffinity(0, cores)",
+            "",
+            "cores = os.sched_getaffinity(os.getppid()) | os.sched_getaffinity(0)",
+            "loader = DataLoader(dataset, ..., worker_init_fn=functools.partial(on_cores, cores))",
+        ]
+    return "\n".join(lines)

@@ -120,6 +120,7 @@ def active(evidence: Evidence, options: Options) -> Proof:
 def as_code(options: Options) -> str:
     bucket = f", bucket_cap_mb={options.bucket_mib}" if options.bucket_mib else ""
     return (
+        "from torch.nn.parallel import DistributedDataParallel\n"
         "model = DistributedDataParallel(model, "
         f"gradient_as_bucket_view={options.bucket_view}, static_graph={options.static_graph}{bucket})"
     )

@@ -156,8 +156,24 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     return (
-        "stream = torch.cuda.Stream()\n"
-        "with torch.cuda.stream(stream):     # while the current batch is computed on\n"
-        "    following = [tensor.to(device, non_blocking=True) for tensor in next(batches)]\n"
-        "torch.cuda.current_stream().wait_stream(stream)     # before `following` is used; then tensor.record_stream(...)"
+        "import itertools\n"
+        "\n"
+        "loader = DataLoader(dataset, ..., pin_memory=True)      # with workers; from other memory no copy overlaps\n"
+        "\n"
+        "def copied_ahead(loader):\n"
+        "    \"\"\"Batches on the device, each of them a list; the copy of the next one begins before one is handed out.\"\"\"\n"
+        "    stream, ready = torch.cuda.Stream(), None\n"
+        "    for batch in itertools.chain(loader, [None]):\n"
+        "        torch.cuda.current_stream().wait_stream(stream)\n"
+        "        current, ready = ready, None\n"
+        "        if batch is not None:\n"
+        "            with torch.cuda.stream(stream):\n"
+        "                ready = [tensor.to(device, non_blocking=True) for tensor in batch]\n"
+        "        if current is not None:\n"
+        "            for tensor in current:\n"
+        "                tensor.record_stream(torch.cuda.current_stream())\n"
+        "            yield current\n"
+        "\n"
+        "for inputs, targets in copied_ahead(loader):\n"
+        "    output = model(inputs)      # and the rest of the step"
     )

@@ -211,6 +211,20 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    return ("# Where the step runs out of memory, run it again by parts; exact for a mean loss over equal samples:\n"
-            "for part in batch.chunk(2):\n    (loss(model(part)) * len(part) / len(batch)).backward()\n"
-            "optimizer.step()")
+    known = f", for a memory of {options.limit_bytes} bytes" if options.limit_bytes else ""
+    return (
+        "# A sketch, exact for a mean loss over equal samples that do not depend on each other, and for one backward per step.\n"
+        f"# saturate also cuts beforehand what will not fit{known}, and keeps your own loss over the whole batch.\n"
+        "parts, done = 1, False\n"
+        "while not done:\n"
+        "    try:\n"
+        "        for some, wanted in zip(inputs.chunk(parts), targets.chunk(parts)):\n"
+        "            (loss_fn(model(some), wanted) * len(some) / len(inputs)).backward()\n"
+        "        done = True\n"
+        "    except torch.cuda.OutOfMemoryError:\n"
+        "        if parts >= len(inputs):\n"
+        "            raise\n"
+        "        parts *= 2\n"
+        "        optimizer.zero_grad()\n"
+        "optimizer.step()"
+    )

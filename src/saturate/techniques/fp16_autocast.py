@@ -323,7 +323,7 @@ def as_code(options: Options) -> str:
         f"scaler = torch.amp.GradScaler(init_scale={options.initial_scale!r}, growth_interval={options.growth_steps})\n"
         "with torch.autocast('cuda', dtype=torch.float16):\n"
         "    output = model(inputs)\n"
-        "scaler.scale(criterion(output.float(), targets)).backward()\n"
+        "scaler.scale(loss_fn(output.float(), targets)).backward()\n"
         "scaler.unscale_(optimizer)      # before gradient clipping\n"
         "scaler.step(optimizer)\n"
         "scaler.update()"

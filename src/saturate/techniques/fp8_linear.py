@@ -156,6 +156,11 @@ def as_code(options: Options) -> str:
         "# pip install torchao\n"
         "from dataclasses import replace\n"
         "from torchao.float8 import Float8LinearConfig, convert_to_float8_training\n"
+        "\n"
+        "def suitable(layer, name):\n"
+        "    sides = layer.in_features, layer.out_features\n"
+        f"    return type(layer) is torch.nn.Linear and min(sides) >= {options.least} and not any(side % {DIVISOR} for side in sides)\n"
+        "\n"
         f"config = replace(Float8LinearConfig.from_recipe_name({options.recipe!r}), pad_inner_dim=True)\n"
-        "convert_to_float8_training(model, config=config)"
+        "convert_to_float8_training(model, module_filter_fn=suitable, config=config)"
     )

@@ -207,7 +207,14 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    factors = {"auto": f"{options.factor} for SGD, {math.sqrt(options.factor):.3g} for Adam", "none": "1"}
-    number = factors.get(options.rule, f"{math.pow(options.factor, _RULES[options.rule] or 0):.3g}")
-    return (f"loader = DataLoader(dataset, batch_size={options.factor} * batch_size, shuffle=True)\n"
-            f"for group in optimizer.param_groups:\n    group['lr'] *= scale      # {number}")
+    exponent = _RULES[options.rule]
+    if exponent is None:
+        scale = f"exponents = {_EXPONENTS}\nscale = {options.factor} ** exponents.get(type(optimizer).__name__, 0.0)"
+    else:
+        scale = f"scale = {math.pow(options.factor, exponent)!r}"
+    rates = (
+        f"\n{scale}\n"
+        "for group in optimizer.param_groups:      # once: before a scheduler is made, and not again where a checkpoint is loaded\n"
+        "    group['lr'] *= scale"
+    )
+    return f"loader = DataLoader(dataset, ..., batch_size={options.factor} * batch_size, shuffle=True){rates if exponent != 0 else ''}"

@@ -149,6 +149,9 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    return (f"for part in batch.chunk({options.chunks}):     # exact for a mean loss over equally weighted samples\n"
-            "    (loss(model(part)) * len(part) / len(batch)).backward()\n"
-            "optimizer.step()")
+    return (
+        "# exact for a mean loss over equally weighted samples that do not depend on each other\n"
+        f"for some, wanted in zip(inputs.chunk({options.chunks}), targets.chunk({options.chunks})):\n"
+        "    (loss_fn(model(some), wanted) * len(some) / len(inputs)).backward()\n"
+        "optimizer.step()"
+    )

@@ -126,8 +126,10 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
+    least = "" if options.smallest == 4096 else f"# torchao's own limit is 4096 values in a tensor, not {options.smallest}\n"
     return (
-        "# pip install torchao; schedulers must then fill the tensor that is group['lr']\n"
-        "from torchao.optim import AdamW8bit\n"
-        "optimizer = AdamW8bit(model.parameters(), lr=...)"
+        f"# pip install torchao; schedulers must then fill the tensor that is group[\"lr\"]\n{least}"
+        "from torchao.optim import Adam8bit, AdamW8bit\n"
+        "kind = AdamW8bit if isinstance(optimizer, torch.optim.AdamW) else Adam8bit\n"
+        "optimizer = kind([{**group} for group in optimizer.param_groups])"
     )

@@ -139,15 +139,21 @@ def apply(context: Any, options: Options) -> str:
 
 def active(evidence: Evidence, options: Options) -> Proof:
     seen = evidence.notes.get(TECHNIQUE.id, "")
-    return Proof(bool(seen), seen or _shortage.refusal(evidence.notes, TECHNIQUE.id) or "no parameter was updated in backward")
+    return Proof(bool(seen) and not seen.startswith(_updates.ENDED),
+                 seen or _shortage.refusal(evidence.notes, TECHNIQUE.id) or "no parameter was updated in backward")
 
 
 def as_code(options: Options) -> str:
     return (
-        "optimizers = {p: torch.optim.AdamW([p], lr=lr) for p in model.parameters()}\n"
+        "# Once the optimizer is made and loaded. Its own step() finds no gradients left, and only does what else it does.\n"
+        "groups = {p: group for group in optimizer.param_groups for p in group[\"params\"] if p.requires_grad}\n"
+        "\n"
         "def update(p):\n"
-        "    optimizers[p].step()\n"
+        "    whole, optimizer.param_groups = optimizer.param_groups, [{**groups[p], \"params\": [p]}]\n"
+        "    optimizer.step()\n"
+        "    optimizer.param_groups = whole\n"
         "    p.grad = None\n"
-        "for p in model.parameters():\n"
+        "\n"
+        "for p in groups:\n"
         "    p.register_post_accumulate_grad_hook(update)"
     )

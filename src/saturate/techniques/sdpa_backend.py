@@ -192,9 +192,9 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    name = BACKENDS[options.backend][0]
+    allowed = ", ".join(f"SDPBackend.{name}" for name in dict.fromkeys((BACKENDS[options.backend][0], "MATH")))
     return (
         "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
-        f"with sdpa_kernel(SDPBackend.{name}):\n"
-        "    output = model(inputs)"
+        f"with sdpa_kernel([{allowed}], set_priority=True):      # torch 2.6 and later\n"
+        "    output = model(inputs)      # and loss.backward(), where the model recomputes activations"
     )
