@@ -151,6 +151,31 @@ def test_a_file_that_is_overwritten_does_not_fill_the_disk(tmp_path):
     assert size < 4 * (tmp_path / "last.pt").stat().st_size
 
 
+@pytest.mark.parametrize("renames", [False, True])
+def test_processes_that_share_a_store_do_not_answer_for_each_other(tmp_path, renames):
+    """As ranks do that save a part each. One took what all had stored for its own, and blamed the script."""
+    torch.manual_seed(0)
+    jobs = [Job(tmp_path, moving=200_000, still=200_000) for _ in range(6)]
+    for step in range(8):
+        for job, letter in zip(jobs, "abcdef"):
+            job.adapter = torch.randn(200_000)
+            name = f"part_{letter}_{step}.pt"
+            state = job.save(f"{name}.tmp" if renames else name)
+            if renames:
+                job.keeper.following(os.replace, keeps=False)(tmp_path / f"{name}.tmp", tmp_path / name)
+            assert equal(load(tmp_path / name), state)
+    assert [job.keeper.problem for job in jobs] == [""] * 6, jobs[0].lines
+    assert all(job.named(f"part_{letter}_7.pt") for job, letter in zip(jobs, "abcdef"))
+
+
+def test_of_processes_that_share_a_store_the_one_that_overwrites_stops(tmp_path):
+    keeps, overwrites = (Job(tmp_path, moving=300_000) for _ in range(2))
+    for step in range(12):
+        keeps.save(f"ckpt_{step}.pt")
+        overwrites.save("last.pt")
+    assert keeps.keeper.problem == "" and "more room" in overwrites.lines[-1]
+
+
 def test_without_saturate_the_error_says_what_to_do(job):
     for step in range(3):
         job.save(f"ckpt_{step}.pt")

@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent))
 import cache_cases as cases  # noqa: E402
 
+from saturate import ranks  # noqa: E402
 from saturate.agent.context import Context  # noqa: E402
 from saturate.data import cache, cache_ahead, cache_codec, cache_key, cache_probe, cache_reader, cache_store  # noqa: E402
 from saturate.records.facts import Evidence  # noqa: E402
@@ -510,6 +511,22 @@ def test_refusals_are_said_once_and_nothing_changes(root, on, capfd):
     assert not proof.active and "not the same each time" in proof.evidence
     for dataset in (list(range(10)), torch.utils.data.TensorDataset(torch.zeros(4, 2))):
         assert len(list(torch.utils.data.DataLoader(dataset, batch_size=2))) == len(dataset) // 2
+
+
+def test_of_ranks_that_mp_spawn_started_one_says_why(root, on, monkeypatch, capfd):
+    monkeypatch.setattr(ranks, "group", lambda: types.SimpleNamespace(get_rank=lambda: 1))
+    context = on()
+    epochs(cases.RandomInside(root))
+    assert "not the same each time" in told(context) and "not cached" not in capfd.readouterr().err
+
+
+def test_caches_in_memory_leave_room_for_those_of_other_ranks(monkeypatch):
+    """The technique is applied before there is a process group: how many share the memory is asked when the first samples are stored."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(cache, "available_bytes", lambda: 8_000_000)
+    caches = cache.Caches(torch, None, 0, 0.0)
+    monkeypatch.setattr(ranks, "group", lambda: types.SimpleNamespace(get_world_size=lambda: 4))
+    assert caches._left() == 1_000_000
 
 
 def test_our_own_failure_costs_nothing_but_the_cache(root, on, monkeypatch, capfd):

@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import types
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,6 +25,7 @@ torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent))
 import cache_cases as cases  # noqa: E402
 
+from saturate import ranks  # noqa: E402
 from saturate.agent.context import Context  # noqa: E402
 from saturate.data import cache_ahead, cache_codec, cache_fork, cache_helpers, cache_store  # noqa: E402
 from saturate.techniques import dataset_cache  # noqa: E402
@@ -274,6 +276,17 @@ def test_what_a_fork_would_share_it_has_for_itself(tmp_path):
         theirs.recv(1)
     for descriptor in (reader, writer, other, _):
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("variable, group, count", [(None, 4, 2), ("2", 4, 4), ("2", None, 4), (None, None, 8), (None, 16, 1)])
+def test_ranks_share_the_cores(root, monkeypatch, variable, group, count):
+    """Also those that no torchrun has started."""
+    monkeypatch.setattr(cache_helpers, "usable_cpus", lambda: 8)
+    monkeypatch.setattr(ranks, "group", lambda: types.SimpleNamespace(get_world_size=lambda: group) if group else None)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if variable:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", variable)
+    assert cache_helpers.most(cases.Files(root)) == count
 
 
 def test_a_dataset_with_an_open_connection_has_no_helpers(tmp_path, root, context, helpers):

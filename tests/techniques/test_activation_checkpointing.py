@@ -123,6 +123,33 @@ def test_what_cannot_run_twice_is_left_alone(name):
     assert reason in ours.engine.blocks[0].refusal
 
 
+class Speaking(Inner):
+    """Ranks compare something in it."""
+
+    spoken = 0
+
+    def forward(self, x):
+        torch.distributed.all_reduce(x.detach() * 1)
+        Speaking.spoken += 1
+        return super().forward(x)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_blocks_in_which_ranks_speak_to_each_other_are_left_alone():
+    """Each rank chooses what it recomputes by its own measurements: one alone would wait for the others in the backward, for ever."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        plain = Run(lambda: Stack(Speaking))
+        spoken, Speaking.spoken = Speaking.spoken, 0
+        ours = Run(lambda: Stack(Speaking), Options(mode="blocks"))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not ours.differs_from(plain)
+    assert Speaking.spoken == spoken, "not even once more to find out"
+    found = proof(ours, Options(mode="blocks"))
+    assert not found.active and "ranks speak to each other in it" in found.evidence
+
+
 def test_a_forward_that_differs_from_run_to_run_is_left_alone():
     ours = Run(lambda: Stack(Wild), Options(mode="blocks"))
     assert "gives other values" in proof(ours, Options(mode="blocks")).evidence

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 import torch
@@ -276,6 +277,38 @@ def test_distributed_checkpoints(tmp_path, script, clean_environment, ranks):
     assert done.stdout.count("2 checkpoint(s) in 4 file(s)") == 1 + ranks       # ranks may write into one line
 
 
+OWN_CHECKPOINTS = """
+    import os, time, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+    from saturate.agent.context import Context
+    from saturate.techniques import async_checkpoint
+
+    context = Context(torch)
+    async_checkpoint.apply(context, async_checkpoint.Options("thread"))
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    kinds = [type(dcp.save({"x": torch.full((4,), float(rank))}, checkpoint_id=f"own{step}", use_collectives=False)).__name__ for step in range(2)]
+    kinds.append(type(dcp.save({"x": torch.zeros(4)}, checkpoint_id="shared", no_dist=False)).__name__)
+    context.undo()
+    dist.barrier()
+    assert {"__0.metadata", "__1.metadata"} <= set(os.listdir("own1")), os.listdir("own1")
+    found = {"x": torch.full((4,), -1.0)}
+    dcp.load(found, checkpoint_id="own1")
+    dist.barrier()
+    time.sleep(0.5)     # see above
+    dist.destroy_process_group()
+    print(f"<{rank}{found['x'].tolist()}{kinds}>")
+"""
+
+
+def test_ranks_that_each_save_a_checkpoint_of_their_own_keep_what_is_theirs(tmp_path, script, clean_environment):
+    """`use_collectives=False` was taken for a default, and of each name the item of one rank was saved."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script(OWN_CHECKPOINTS))],
+                          cwd=tmp_path, env={**clean_environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in (0, 1):
+        assert f"<{rank}{[float(rank)] * 4}['Metadata', 'Metadata', 'Later']>" in done.stdout, done.stdout
+
+
 FAILS = """
     import errno, os, sys, time, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import save
@@ -344,6 +377,26 @@ def test_a_distributed_checkpoint_that_memory_does_not_hold_twice_is_saved_plain
         context.undo()
 
 
+def test_ranks_that_mp_spawn_started_share_the_memory(tmp_path, monkeypatch, capsys):
+    """Each took all of it for its own: no variable says how many there are."""
+    from torch.distributed import checkpoint as dcp
+
+    from saturate import ranks
+    from saturate.checkpoints import distributed
+
+    monkeypatch.setattr(distributed, "available_bytes", lambda: 4 * 4000)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    context = Context(torch)
+    async_checkpoint.apply(context, async_checkpoint.Options("thread"))
+    try:
+        for size, kind in ((2, "Later"), (3, "Metadata")):
+            monkeypatch.setattr(ranks, "group", lambda size=size: types.SimpleNamespace(get_world_size=lambda: size))
+            assert type(dcp.save({"x": torch.arange(1000.0)}, checkpoint_id=tmp_path / f"of{size}")).__name__ == kind
+    finally:
+        context.undo()
+    assert "saved plainly: MemoryError: 4,000 bytes" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(importlib.util.find_spec("safetensors") is None, reason="needs safetensors")
 def test_safetensors(tmp_path):
     from safetensors.torch import load_file, save_file
@@ -388,6 +441,65 @@ def test_what_is_imported_at_the_first_save_is_seen(tmp_path, script, clean_envi
     done = subprocess.run([sys.executable, "-m", "saturate", "run", "recipe.toml", "--", sys.executable, script(LATE)],
                           cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "saturate: async-checkpoint: 4 checkpoint(s) in 4 file(s)" in done.stderr, done.stderr
+
+
+SPAWNED = """
+    import os, sys, time, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+    def train(rank, rendezvous):
+        dist.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, world_size=2)
+        model = torch.nn.Linear(30, 30)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(2):
+            model(torch.randn(4, 30)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert step or "torch.distributed.checkpoint" not in sys.modules
+            from torch.distributed.checkpoint import save
+            later = save(model.state_dict(), checkpoint_id=f"step{step}")
+        dist.barrier()
+        time.sleep(0.5)     # see above
+        dist.destroy_process_group()
+        print(f"<{rank}{type(later).__name__}>", flush=True)
+
+    if __name__ == "__main__":
+        mp.spawn(train, args=(os.path.abspath("rendezvous"),), nprocs=2)
+"""
+
+
+def test_distributed_checkpoints_that_are_imported_at_the_first_save_are_seen(tmp_path, script, clean_environment):
+    """Whoever started the ranks: `mp.spawn` sets no variable by which they could be known before their group exists."""
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    done = subprocess.run([sys.executable, "-m", "saturate", "run", "recipe.toml", "--", sys.executable, script(SPAWNED)],
+                          cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "<0Later>" in done.stdout and "<1Later>" in done.stdout, done.stdout
+
+
+NEVER = """
+    import sys, torch
+    from saturate.agent.context import Context
+    from saturate.techniques import async_checkpoint
+
+    finders, context = list(sys.meta_path), Context(torch)
+    async_checkpoint.apply(context, async_checkpoint.Options("thread"))
+    assert "torch.distributed.checkpoint" not in sys.modules
+    if "taken-back" in sys.argv:
+        context.undo()
+    import importlib.util
+    assert importlib.util.find_spec("torch.distributed.checkpoint").origin.endswith("__init__.py")      # looked for, and not imported
+    from torch.distributed import checkpoint
+    assert (checkpoint.save.__module__, sys.meta_path) == ("torch.distributed.checkpoint.state_dict_saver", finders)
+    print(checkpoint.save.__code__.co_qualname.startswith("Shards."))
+"""
+
+
+@pytest.mark.parametrize("taken_back", [False, True])
+def test_distributed_checkpoints_are_not_imported_for_those_who_use_none(script, clean_environment, taken_back):
+    """Neither where a launcher says that there are ranks."""
+    done = subprocess.run([sys.executable, script(NEVER), *["taken-back"] * taken_back], env={**clean_environment, "WORLD_SIZE": "2", "RANK": "0"},
+                          capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.returncode) == (str(not taken_back), 0), done.stderr
 
 
 FRAMEWORKS = {

@@ -591,6 +591,25 @@ def body(forward, **modules):
     return Custom()
 
 
+def spoken_in(self, x):
+    torch.distributed.all_reduce(x.detach() * 1)
+    return self.linear(x)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_where_ranks_speak_to_each_other_nothing_is_cut(monkeypatch):
+    """Memory runs out on one rank, which would wait for the others in each of its chunks."""
+    spoken, speak = [], torch.distributed.all_reduce
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: (speak(tensor), spoken.append(len(tensor))))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        said = refused(body(spoken_in), torch.randn(8, 6))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert said == "left as it is: ranks speak to each other in it"
+    assert spoken == [8, 8], "not once more to find out"
+
+
 def with_room_for_a_share(self, x):
     """A mixture of experts drops what is more than an expert's share of the batch, but takes four of each batch at least."""
     room = max(4, len(x) // 4)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from saturate import notices
+from saturate import notices, ranks
 from saturate.checkpoints import succession
 from saturate.checkpoints.durable import sync_folder
 from saturate.checkpoints.host_memory import available_bytes
@@ -144,7 +144,7 @@ class Shards:
                  for key, value in state_dict.items()}
         given = _tensors(state, self.torch)
         size, available = sum(map(_bytes, given)), available_bytes()
-        if available is not None and size * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > available // 2:
+        if available is not None and size * ranks.here() > available // 2:
             raise MemoryError(f"{size:,} bytes of each rank here, and {available:,} are free")
         if any(tensor.device.type != "cpu" for tensor in given):
             state = _offload_state_dict_to_cpu(state, type_check=False)
@@ -160,7 +160,8 @@ def _usual(options: dict[str, Any]) -> bool:
     """Whether these arguments of `save` say no more than its defaults do: torch's own plain writer and planner, no group."""
     from torch.distributed.checkpoint import DefaultSavePlanner
 
-    options = {name: value for name, value in options.items() if value is not None and value is not False}
+    # Of those that are False, it is the default of `no_dist` alone: with `use_collectives=False` each rank writes a checkpoint of its own.
+    options = {name: value for name, value in options.items() if value is not None and not (name == "no_dist" and value is False)}
     writer, planner = options.pop("storage_writer", None), options.pop("planner", None)
     return not options and (writer is None or succession.follows(writer)) and (planner is None or _is_plain(planner, DefaultSavePlanner))
 

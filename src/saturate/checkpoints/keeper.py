@@ -57,13 +57,14 @@ class Keeper:
         self.say = say
         self.store: Store | None = None
         self.series: dict[str, Series] = {}
-        self.saved: list[Manifest] = []         # those of the store, oldest first, earlier runs' included
+        self.saved: list[Manifest] = []         # what this process answers for, oldest first: its own and those of earlier runs
         self.own: list[Manifest] = []           # those of this process
         self.paths: dict[str, set[str]] = {}    # of those of this process, by id: where files that name them were put
         self.plain_s: list[float] = []          # what saves took that were left as they are, to compare with
         self.problem = ""                       # why nothing is stored any more
         self._lock = threading.RLock()
         self._pid = os.getpid()
+        self._began = manifests.new_id()        # behind the ids of earlier runs
 
     def save(self, path: str, write: Callable[[Any], None]) -> None:
         """`write(target)` writes the checkpoint to a path or to a binary stream. Raises what that raises."""
@@ -157,8 +158,9 @@ class Keeper:
     def _open(self) -> None:
         """Open the store. What an earlier run has kept there shows that it helps."""
         self.store = Store.create(self.folder, self.remember_bytes)
-        self.saved = manifests.all_of(self.store)[0]
-        for manifest in self.saved:
+        found = manifests.all_of(self.store)[0]
+        self.saved = [manifest for manifest in found if manifest.id < self._began]
+        for manifest in found:
             series = self.series.setdefault(manifest.series, Series())
             series.helps, series.last = True, manifest
 
@@ -207,15 +209,17 @@ class Keeper:
         self._judge()
 
     def _judge(self) -> None:
-        """Stop when the store takes more room than the files that it stands for."""
+        """Stop when what was stored takes more room than the files that it stands for. Other processes of the same run may share the
+        store, as ranks do of which each saves its part: where they have put their files is not known here, and each judges its own.
+        """
         assert self.store is not None
         if len(self.own) < SAVES_BEFORE_JUDGING:
             return
         wanted = sum(manifest.file_bytes for manifest in self.saved if self._named(manifest))
-        room = self.store.pack_bytes()
+        room = min(self.store.pack_bytes(), sum(manifest.new_bytes for manifest in self.saved))     # gc may have freed some
         if room > MOST_ROOM * wanted:
             self.problem = "the store takes more room than plain files"
-            self.say(f"incremental-checkpoint: the script replaces or removes its checkpoints, and the store ({_size(room)}) takes "
+            self.say(f"incremental-checkpoint: the script replaces or removes its checkpoints, and what is stored of them ({_size(room)}) takes "
                      f"more room than those that are left would as plain files ({_size(wanted)}): saves are plain from now on; "
                      f"`saturate checkpoint gc --delete --store {self.folder} --look-in DIR` frees it, DIR being where checkpoints may lie")
 

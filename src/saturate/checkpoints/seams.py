@@ -19,6 +19,7 @@ from saturate import notices
 from saturate.checkpoints import archive, distributed
 from saturate.checkpoints.guards import Guards, holders
 from saturate.checkpoints.host_memory import available_bytes
+from saturate.checkpoints.on_import import once_imported
 from saturate.checkpoints.own_calls import inside
 from saturate.checkpoints.staging import Recorder
 from saturate.checkpoints.target import Unsuitable
@@ -94,6 +95,17 @@ class Saves:
                 self.torch.save(checkpoint, os.fspath(filepath))
 
         return atomic_save
+
+    def shards(self, replace: Callable[[Any, str, Any], None]) -> Callable[[Any], None]:
+        """What is to be done with `torch.distributed.checkpoint` once it is imported."""
+        def cover(module: Any) -> None:
+            if self.writer.closed or not hasattr(module, "save"):       # taken back meanwhile; before torch 2.2
+                return
+            held = distributed.Shards(self.torch, self.writer, self.saved).save(module.save)
+            for user, name, _ in holders([id(module.save)]):
+                replace(user, name, held)
+
+        return cover
 
     def hand_over(self, path: str, folder: str, records: list[tuple[str, Any, int]], alignment: int) -> None:
         self.writer.save(os.path.abspath(path), folder, records, alignment)
@@ -187,6 +199,8 @@ def _held(tensors: Any) -> bool:
     return available is None or size <= available // 2
 
 
+_DISTRIBUTED = "torch.distributed.checkpoint"
+
 #: Modules of Lightning that hold the name of its writer.
 _LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.io.torch_io")
 
@@ -194,8 +208,8 @@ _LIGHTNING = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.
 def install(torch: Any, writer: Writer, guards: Guards, replace: Callable[[Any, str, Any], None]) -> list[str]:
     """Put the seams in with `replace(owner, name, value)`. Returns what is covered, in words.
 
-    A script may import what it saves with at its first save: safetensors is imported here where it is installed, distributed
-    checkpoints where there are ranks. Lightning is there, or it does not train.
+    A script may import what it saves with at its first save: safetensors is imported here where it is installed; distributed
+    checkpoints, which most scripts do without, are met when they are imported. Lightning is there, or it does not train.
     """
     saves = Saves(torch, writer, guards.hold_signals)
     covered = ["torch.save"]
@@ -211,15 +225,9 @@ def install(torch: Any, writer: Writer, guards: Guards, replace: Callable[[Any, 
         for user, name, _ in holders([id(opens)]):
             replace(user, name, held)                   # its users took it by name
         covered.append("safetensors")
-    # Before a script makes its group, its launcher has said that there will be one.
-    ranks = torch.distributed.is_available() and (torch.distributed.is_initialized() or "WORLD_SIZE" in os.environ)
-    module = (_imported if ranks else sys.modules.get)("torch.distributed.checkpoint")
-    if module is not None and torch.distributed.is_available():
-        shards = distributed.Shards(torch, writer, guards.hold_signals)
-        held = shards.save(module.save)
-        for user, name, _ in holders([id(module.save)]):
-            replace(user, name, held)
-        covered.append("torch.distributed.checkpoint")
+    if torch.distributed.is_available():
+        once_imported(_DISTRIBUTED, saves.shards(replace))
+        covered.append(_DISTRIBUTED)
     for name in _LIGHTNING:
         module = sys.modules.get(name)
         if module is not None and hasattr(module, "_atomic_save"):

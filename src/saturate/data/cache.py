@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saturate import ranks
 from saturate.checkpoints.host_memory import available_bytes
-from saturate.data import cache_key, cache_probe, cache_store, ranks
+from saturate.data import cache_key, cache_probe, cache_store
 from saturate.data.cache_ahead import Ahead, Beside, foreseeable
 from saturate.data.cache_reader import LOOKED, LOOKED_S, CachedDataset, Reader, attributes, same, say
 
@@ -76,7 +77,7 @@ class _Files:
 class Caches:
     """The caches of one training process. As text: what became of them."""
 
-    def __init__(self, torch: Any, folder: Path | None, max_bytes: int, ahead_s: float, ranks: int = 1):
+    def __init__(self, torch: Any, folder: Path | None, max_bytes: int, ahead_s: float):
         """`folder` None: in memory. `max_bytes` 0: a share of what is free. `ahead_s`: how long items may be stored
         before the first of them is asked for."""
         self.torch = torch
@@ -84,7 +85,6 @@ class Caches:
         self.max_bytes = max_bytes
         self.ahead_s = ahead_s
         self.in_trial = ahead_s > 0
-        self.ranks = max(1, ranks)
         self._told: list[_Told] = []
         self._loaders: weakref.WeakKeyDictionary[Any, _Served] = weakref.WeakKeyDictionary()
         self._stores: dict[bytes, cache_store.Store] = {}
@@ -194,7 +194,7 @@ class Caches:
         if told in self._told:
             return
         self._told.append(told)
-        if told.refusal and ranks.declared()[0] == 0:
+        if told.refusal and ranks.rank() == 0:
             say(f"not cached: {told.name}: {told.refusal}")
 
     def _free_share(self) -> int:
@@ -203,7 +203,7 @@ class Caches:
             folder = next(parent for parent in (self.folder, *self.folder.parents) if parent.exists())
             seen = os.statvfs(folder)
             return int(FREE_SHARE * seen.f_bavail * seen.f_frsize)
-        return int(FREE_SHARE * (available_bytes() or 0) / self.ranks)         # nothing tells: nothing is kept
+        return int(FREE_SHARE * (available_bytes() or 0) / ranks.here())       # nothing tells: nothing is kept
 
 
 def _read_from(files: dict[str, tuple[int, int]], found: cache_probe.Found) -> dict[str, tuple[int, int]]:

@@ -20,6 +20,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from saturate import ranks
 from saturate.data import cache_fork
 from saturate.data.glance import open_connection
 from saturate.machine.facts import cpu_count
@@ -59,7 +60,7 @@ def most(*datasets: Any) -> int:
         shared = open_connection(*datasets)
     except Exception as error:  # noqa: BLE001 - an object that raises when it is looked at
         shared = type(error).__name__
-    return 0 if shared else max(1, usable_cpus() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return 0 if shared else max(1, usable_cpus() // ranks.here())
 
 
 class Helpers:

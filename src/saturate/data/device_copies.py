@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from saturate.data.batches import tensors_of
+
 
 @dataclass
 class _Begun:
@@ -76,10 +78,10 @@ class Copies:
 
     def next_batch(self, batch: Any, waiting: Any) -> None:
         """`batch` goes to the script now; `waiting` is the one after it, None where that is not finished."""
-        self._batch = list(_tensors(self._torch, batch))
+        self._batch = list(tensors_of(self._torch, batch))
         self._places = {id(tensor): place for place, tensor in enumerate(self._batch)}
         self._begun = {key: begun for key, begun in self._begun.items() if key in self._places}
-        for place, tensor in enumerate(_tensors(self._torch, waiting)):
+        for place, tensor in enumerate(tensors_of(self._torch, waiting)):
             device = self._moved.get(place)
             host = tensor.device.type == "cpu" and not tensor.requires_grad and not tensor.is_inference()
             if device is not None and host and tensor.is_pinned():
@@ -108,18 +110,6 @@ class Copies:
         self._api.hand_over(begun.copy, begun.token)
         self.ahead += 1
         return begun.copy
-
-
-def _tensors(torch: Any, value: Any) -> Any:
-    """Every tensor in nested lists, tuples and mappings. The `values` of a table or a column of pandas are no method."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict) or (callable(getattr(value, "values", None)) and callable(getattr(value, "keys", None))):
-        for item in value.values():
-            yield from _tensors(torch, item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(torch, item)
 
 
 def waiting_batch(iterator: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from saturate.techniques import _common, _replay
+from saturate.techniques import _collectives, _common, _replay
 from saturate.techniques._interrupts import from_signal_handler
 from saturate.techniques._surroundings import Surroundings
 
@@ -220,7 +220,7 @@ def _watched_run(torch: Any, device: Any, run: Any, trace: Trace, storages: Stor
         raise NotRepeatable("its forward runs a backward of its own")
 
     keep_busy(torch, device)
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), watch:
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), watch, _collectives.refused(NotRepeatable):
         trace.output = run()
     returned = trace.output.values() if isinstance(trace.output, Mapping) else (trace.output,)
     if _replay.why_not_arguments(returned, torch):

@@ -21,6 +21,7 @@ from saturate.techniques._inputs import growth, marked, shapes, without_cache
 from saturate.techniques._interrupts import from_signal_handler
 from saturate.techniques._replay import checkpointed, why_not_arguments
 from saturate.techniques._surroundings import Surroundings
+from saturate.techniques._weakly import weakly
 
 #: Outside of what compiles or casts a forward.
 ORDER = 95
@@ -132,7 +133,7 @@ class Checkpointing:
         for optimizer in self.context.optimizers:
             self._cleanup.append(optimizer.register_step_post_hook(
                 lambda stepped, args, kwargs: self._unstepped.discard(id(stepped))).remove)
-        self.context.on_undo(self._deaf)
+        self.context.on_undo(weakly(self._deaf))
 
     def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
         """What is only for us must not stop the script's training."""

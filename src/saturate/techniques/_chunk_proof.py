@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from saturate.techniques import _common, _trees
+from saturate.techniques import _collectives, _common, _trees
 from saturate.techniques._chunk_modes import (
     Autocast,
     Randomness,
@@ -180,7 +180,7 @@ class Proof:
     def plan(self) -> Plan:
         torch = self.torch
         ranges = [(0, self.samples), (0, self.first), (self.first, self.samples)]
-        with torch.enable_grad(), steady(torch):
+        with torch.enable_grad(), steady(torch), _collectives.refused(NotSplittable):
             watch = Watch(self.module, (), [], torch)       # where memory ran out in the very first call, nobody has watched yet
             try:
                 runs = [self._run(start, stop) for start, stop in ranges]

@@ -22,7 +22,8 @@ cache of keys and values (below) attention gets both in another layout, which so
 dropout in the attention on a CPU, for one). In the first step each block's forward runs twice on copies of its arguments
 and buffers; a block that gives other bits, changes an argument, an attribute or something else that it reaches (a list of
 auxiliary losses, a counter), has a random generator of its own, is passed an object that it may change (a key-value
-cache), or whose inside has hooks is left alone. Buffers that a forward changes (running statistics) are as they were
+cache), whose inside has hooks, or in which ranks speak to each other (SyncBatchNorm, tensor and expert parallelism: each
+rank decides for itself what it recomputes) is left alone. Buffers that a forward changes (running statistics) are as they were
 while it runs again, and are updated once. What a script changes only in later steps between a forward and its backward
 (weights that it replaces, a schedule) is not seen.
 
@@ -55,7 +56,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _blocks, _budget, _checkpointing, _common, _shortage
+from saturate.techniques import _activations, _blocks, _budget, _checkpointing, _common, _shortage
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
@@ -175,9 +176,35 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    chosen = {"blocks": f"model.blocks[::{options.every}]", "operators": "model.blocks",
-              "budget": "model.blocks[:as_many_as_needed]"}[options.mode]
-    contexts = ", context_fn=functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, " \
-               "torch.ops.aten.addmm.default, torch.ops.aten.bmm.default])" if options.mode == "operators" else ""
-    return (f"for block in {chosen}:      # the repeated block of the model\n"
-            f"    block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False{contexts})")
+    blocks, names, sketch, before, contexts = "model.blocks", "checkpoint", "", "", ""
+    if options.mode == "blocks":
+        blocks += f"[::{options.every}]"
+    elif options.mode == "budget":
+        limit = f"{options.budget_bytes} bytes" if options.budget_bytes else f"{options.share:.0%} of what they take otherwise"
+        sketch = (
+            "# A sketch: saturate measures what each block leaves, and recomputes the cheapest that keep activations within\n"
+            f"# {limit}. Here it is the first ones, as many as you find to be needed.\n"
+        )
+        blocks, before = f"{blocks}[:needed]", "needed = len(model.blocks)\n"
+    else:
+        names, contexts = "CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts", ", context_fn=contexts"
+        before = (
+            "".join(["PRODUCTS = {\n", *(f"    {name!r},\n" for name in sorted(_activations.PRODUCTS)), "}\n"])
+            + "\n"
+            "def policy(_, operator, *args, **kwargs):\n"
+            "    schema = operator._schema\n"
+            "    given = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs\n"
+            "    # What is kept is not run again, and would leave the random numbers that it drew to the next one.\n"
+            "    kept = schema.name.removeprefix('aten::') in PRODUCTS and not given.get('dropout_p')\n"
+            "    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE\n"
+            "\n"
+            "contexts = functools.partial(create_selective_checkpoint_contexts, policy)\n"
+        )
+    return (
+        f"{sketch}import functools\n"
+        f"from torch.utils.checkpoint import {names}\n"
+        "\n"
+        f"{before}"
+        f"for block in {blocks}:      # model.blocks: those that repeat\n"
+        f"    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False{contexts})"
+    )

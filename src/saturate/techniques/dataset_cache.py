@@ -106,8 +106,7 @@ def bound(facts: Facts) -> float | None:
 
 def apply(context: Any, options: Options) -> str:
     folder = _folder() if options.where == "file" else None
-    caches = cache.Caches(context.torch, folder, int(options.max_gb * 1e9), float(os.environ.get(AHEAD) or 0),
-                          int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    caches = cache.Caches(context.torch, folder, int(options.max_gb * 1e9), float(os.environ.get(AHEAD) or 0))
     iterator = context.torch.utils.data.dataloader._BaseDataLoaderIter
     original = iterator.__init__
 
@@ -150,7 +149,42 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
+    limit = f"{options.max_gb:g} GB" if options.max_gb else "half of what is free"
+    if options.where == "memory":
+        where, imports, given = "in the memory of each worker, which must be persistent", "", ""
+        made = "        self.items = {}\n"
+        item = (
+            "        if index not in self.items:\n"
+            "            self.items[index] = self.dataset[index]\n"
+            "        return tree_map_only(torch.Tensor, torch.clone, self.items[index])      # the training may write to it\n"
+        )
+    else:
+        where, imports, given = "in a file each", "import os\n", ", folder=\"samples\""
+        made = "        self.folder = folder\n        os.makedirs(folder, exist_ok=True)\n"
+        item = (
+            "        path = os.path.join(self.folder, f\"{index}.pt\")\n"
+            "        if not os.path.exists(path):\n"
+            "            item = tree_map_only(torch.Tensor, torch.clone, self.dataset[index])      # of a view, all would be saved\n"
+            "            torch.save(item, f\"{path}.{os.getpid()}\")\n"
+            "            os.replace(f\"{path}.{os.getpid()}\", path)      # whole or not at all: others read it\n"
+            "        return torch.load(path, weights_only=False)      # a pickle, of your own making\n"
+        )
     return (
-        "# store what __getitem__ makes, for instance\n"
-        "cached = numpy.lib.format.open_memmap('samples.npy', 'w+', dtype='uint8', shape=(len(dataset), 3, 224, 224))"
+        f"# A sketch: it keeps all items, {where}, for good.\n"
+        f"# saturate takes at most {limit}, leaves out what is random (augmentation), and begins anew where the dataset or its\n"
+        "# files have changed.\n"
+        f"{imports}from torch.utils._pytree import tree_map_only\n"
+        "\n"
+        "class Cached(torch.utils.data.Dataset):\n"
+        f"    def __init__(self, dataset{given}):\n"
+        "        self.dataset = dataset\n"
+        f"{made}"
+        "\n"
+        "    def __len__(self):\n"
+        "        return len(self.dataset)\n"
+        "\n"
+        "    def __getitem__(self, index):\n"
+        f"{item}"
+        "\n"
+        "dataset = Cached(dataset)      # before the loader is made"
     )
