@@ -65,6 +65,16 @@ def test_what_raises_midway_is_taken_back(error, before, monkeypatch):
     assert later or not session.context.notes
 
 
+def test_a_call_that_a_loader_refuses_is_left_to_it():
+    """A script may expect the error: of an argument that only newer versions of torch know, say."""
+    dataset = list(range(4))
+    session = types.SimpleNamespace(context=types.SimpleNamespace(loader_rewrites=[lambda *_: {"num_workers": 1}]))
+    init = torch.utils.data.DataLoader.__init__
+    for args, kwargs in (((), {}), ((dataset,), {"no_such_argument": 1})):
+        assert application.rewrite_loader(session, None, init, args, kwargs) == (args, kwargs)
+    assert application.rewrite_loader(session, None, init, (dataset,), {})[1]["num_workers"] == 1
+
+
 STOPS = """
 import sys, torch
 net = torch.nn.Conv2d(3, 4, 3)

@@ -424,6 +424,27 @@ while True:
     assert all(ns > 15e6 for ns in block.step_ns), block
 
 
+@pytest.mark.parametrize(("optimizer", "before", "micro_steps", "words"), [
+    ("SGD(model.parameters(), lr=1e-3)", 0, 1, "forward x1, backward x1, SGD.step"),
+    ("SGD(model.parameters(), lr=1e-3)", 1, 2, "forward x2, backward x2, SGD.step"),
+    ("SGD(model.parameters(), lr=1e-3)", 3, 4, "forward x4, backward x4, SGD.step"),
+    ("LBFGS(model.parameters(), max_iter=3, max_eval=3, tolerance_grad=0, tolerance_change=-1)", 0, 1, "forward x3, backward x3, LBFGS.step"),
+])
+def test_the_last_micro_step_may_run_inside_of_the_step(optimizer, before, micro_steps, words, script, start):
+    """As under Lightning, which calls the closure itself for the others. LBFGS calls it several times for one update."""
+    trial = start(str(script(HEAD + f"""
+opt = torch.optim.{optimizer}
+def closure():
+    loss = loss_of(); loss.backward(); return loss
+while True:
+    opt.zero_grad()
+    for _ in range({before}): closure()
+    opt.step(closure)
+""")))
+    assert trial.wait_ready()["motif"] == words
+    assert trial.ask("facts")["micro_steps"] == micro_steps
+
+
 def test_the_split_counts_a_closure_backward_once(script, start):
     """Lightning runs forward and backward inside `optimizer.step(closure)`: they are not the optimizer's time."""
     source = HEAD + """
@@ -563,7 +584,8 @@ def test_optimizers_of_a_kind_are_one_entry_of_the_motif() -> None:
     """Pyro has one for each parameter."""
     optimizers = [type("Adam", (), {})() for _ in range(3)] + [type("SGD", (), {})()]
     step = motif.Step("S3", 2, ("B", "S0", "S1", "S2", "S3", "B", "S3"))
-    seen = types.SimpleNamespace(session=types.SimpleNamespace(step=step, optimizers=types.SimpleNamespace(living=lambda: optimizers)), calls=1)
+    session = types.SimpleNamespace(step=step, optimizers=types.SimpleNamespace(living=lambda: optimizers))
+    seen = types.SimpleNamespace(session=session, calls=1, backwards_in_steps=0)
     assert inspection.Inspection.describe(seen) == "forward x1, backward x2, Adam.step x3, SGD.step x2"
 
 

@@ -88,7 +88,7 @@ class World:
         self.started.append(" + ".join(sorted(c.label() for c in techniques)))
         self.probed += [purpose] if purpose.startswith("fit ") and " or " not in purpose else []
         for member in techniques:
-            if member.id in self.fails:
+            if member.label() in self.fails:
                 raise TrialEnded(Outcome(self.fails[member.id], "for a test"))
         need, step = self.numbers(techniques)
         if need > self.runs_out:

@@ -408,6 +408,19 @@ def test_variants_of_what_gives_much_are_compared_at_once() -> None:
     assert [c.label() for c in walk.kept] == ["one level=2"]
 
 
+@pytest.mark.parametrize("crashes", [True, False])
+def test_a_fallback_has_its_turn_at_once_and_only_where_the_first_variant_fails(crashes: bool) -> None:
+    """Under autocast, a forward that scatters what it computed into a float32 tensor of its own raises."""
+    one = technique("one", levels=(1, 2))
+    one.TECHNIQUE = replace(one.TECHNIQUE, fallbacks=True)
+    world = Noisy({"one": (0.9, 0.0), "one level=2": (0.7, 0.0), "other": (1.1, 0.0)}, None, fails={"one": "crashed"} if crashes else {})
+    walk = search(world, one, technique("other"))
+    walk.run()
+    screened = [question for question in world.asked if question.startswith("screen")]
+    assert [question.startswith("screen one") for question in screened] == ([True, True, False] if crashes else [True, False])
+    assert [c.label() for c in walk.kept] == ["one level=2" if crashes else "one"] and walk.fates["one"].fate == "kept"
+
+
 @dataclass
 class Uneven(World):
     """Some processes of the baseline, those of the pairs in `slow`, take a quarter longer: the kernel gives them pages in each step.

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import io
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -39,6 +40,7 @@ from saturate.testing import toy  # noqa: E402
 def context_of(*modules, optimizers=()):
     context = Context(torch)
     context.modules, context.optimizers, context.device = modules, optimizers, "cpu"
+    context.held_by_the_script = modules, optimizers        # a context itself keeps none
     return context
 
 
@@ -108,6 +110,46 @@ def test_autocast_computes_low_and_returns_float32(technique, dtype):
     model.eval()(torch.rand(2, 8))
     assert model.seen == torch.float32
     context.undo()
+
+
+class Scatters(torch.nn.Module):
+    """Mixes what it computed with a float32 tensor of its own in an operator that takes one type only, as MTGNN does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.conv = torch.nn.Linear(8, 8), torch.nn.Conv1d(1, 2, 3)
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        kept = torch.zeros(len(x), 8).scatter(1, torch.arange(8).repeat(len(x), 1), hidden)
+        return self.conv(kept[:, None])
+
+
+def test_layers_alone_compute_in_bfloat16_where_the_forward_does_not_run_under_autocast():
+    model, x = Scatters().train(), torch.rand(4, 8)
+    expected, context = model(x), context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(x)
+    context.undo()
+    context = context_of(model)
+    said = bf16_autocast.apply(context, bf16_autocast.Options(scope="layers"))
+    assert said == "forward of 2 linear and convolution layer(s) under bfloat16 autocast, outputs in float32"
+    output = model(x)
+    assert output.dtype == torch.float32 and not torch.equal(output, expected) and torch.allclose(output, expected, atol=0.05)
+    assert bf16_autocast.active(evidence_of(context), bf16_autocast.Options()).active
+    output.sum().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in model.parameters())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), output)
+    assert torch.equal(model.eval()(x), expected)
+    context.undo()
+    assert torch.equal(model.train()(x), expected)
+
+
+def test_layers_alone_are_refused_where_there_is_none():
+    with pytest.raises(NotApplied, match="no layer that could compute in bfloat16"):
+        bf16_autocast.apply(context_of(torch.nn.LSTM(4, 4).train()), bf16_autocast.Options(scope="layers"))
 
 
 def test_autocast_without_low_precision_work_is_not_active():
@@ -1087,6 +1129,80 @@ def test_hooks_that_come_after_the_compilation_are_called(fresh_dynamo):
     assert compile.active(evidence_of(context, dynamo_frames=frames(fresh_dynamo)), compile.Options()).active
     context.undo()
     assert config.skip_nnmodule_hook_guards == before
+
+
+def test_a_graph_may_be_kept_now_and_then(fresh_dynamo, monkeypatch):
+    """A second backward pass reads what the first one did; torch ends the training where its memory was given away."""
+    from torch._functorch import config
+
+    monkeypatch.setattr(torch, "compile", lambda function, mode, dynamic: fresh_dynamo.optimize("aot_eager", dynamic=dynamic)(function))
+    config.donated_buffer = config._config["donated_buffer"].default = True     # as torch has it; monkeypatch would take it away in the end
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).train()
+    x = torch.randn(16, 4)
+
+    def gradients(passes):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        for number in range(passes):
+            loss.backward(retain_graph=number + 1 < passes)
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    plain = gradients(2)
+    context = context_of(model)
+    compile.apply(context, compile.Options())
+    for _ in range(10):
+        gradients(1)
+    torch.testing.assert_close(gradients(2), plain)
+    assert compile.active(evidence_of(context, dynamo_frames=frames(fresh_dynamo)), compile.Options()).active
+    found = []
+    thread = threading.Thread(target=lambda: found.append(config.donated_buffer))      # as CUDA's backward passes run
+    thread.start()
+    thread.join()
+    assert found == [False]
+    context.undo()
+    assert config.donated_buffer and config._config["donated_buffer"].default
+
+
+KEPT = """
+import sys, torch
+from saturate.agent.context import Context
+from saturate.techniques import compile
+torch.manual_seed(0)
+class Net(torch.nn.Module):
+    def __init__(self): super().__init__(); self.layer = torch.nn.Linear(8, 8)
+    def forward(self, x): return torch.sin(self.layer(x)).cos()
+model, x = Net().train(), torch.randn(16, 8)
+def gradients(model, passes):
+    model.zero_grad()
+    loss = model(x).mean()
+    for number in range(passes): loss.backward(retain_graph=number + 1 < passes)
+    return [parameter.grad.clone() for parameter in model.parameters()]
+plain = gradients(model, 2)
+if sys.argv[1] == "plain":
+    gradients(torch.compile(model), 1)
+else:
+    context = Context(torch)
+    context.modules, context.device = (model,), "cpu"
+    compile.apply(context, compile.Options())
+    for found, wanted in zip(gradients(model, 2), plain): torch.testing.assert_close(found, wanted)
+print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
+def test_code_that_writes_to_what_was_saved_is_not_taken_from_the_cache(script, tmp_path, clean_environment):
+    """Of an earlier run: its gradients were wrong by half from the second backward pass on."""
+    def run(how):
+        done = subprocess.run([sys.executable, str(script(KEPT)), how], env={**clean_environment, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
+                              capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    assert run("plain") == 0
+    assert run("ours") == 0, "made anew"
+    assert run("ours") > 0
 
 
 def test_many_roots_do_not_use_up_each_others_recompilations(fresh_dynamo):

@@ -272,10 +272,12 @@ def test_it_is_said_why_an_optimizer_is_left_alone(make, reason):
 
 def test_one_optimizer_that_cannot_be_fused_does_not_spoil_the_others():
     context, parameter = Context(torch), torch.nn.Parameter(torch.randn(6, 4))
-    context.optimizers = [torch.optim.RMSprop([parameter]), plain := torch.optim.Adam([parameter])]
+    other, plain = torch.optim.RMSprop([parameter]), torch.optim.Adam([parameter])
+    context.optimizers = [other, plain]
     fused_optimizer.apply(context, fused_optimizer.Options())
     assert plain.param_groups[0]["fused"]
-    context.optimizers = [torch.optim.RMSprop([parameter]), torch.optim.AdamW([parameter], fused=True)]
+    already = torch.optim.AdamW([parameter], fused=True)
+    context.optimizers = [other, already]
     with pytest.raises(NotApplied, match="RMSprop has no fused kernel; AdamW is fused already"):
         fused_optimizer.apply(context, fused_optimizer.Options())
 
@@ -322,6 +324,35 @@ def test_a_pickled_or_copied_optimizer_is_the_script_s_own(kind):
 
 def _without_parameters(optimizer):
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+class Around(torch.optim.Optimizer):
+    """As SAM: an optimizer around another one, whose groups are its own."""
+
+    def __init__(self, parameters, base):
+        super().__init__(parameters, {})
+        self.base = base
+        self.param_groups = base.param_groups
+
+
+def test_a_checkpoint_of_an_optimizer_around_it_carries_the_script_s_own_flags():
+    def saved(fuse):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        base = torch.optim.Adam([parameter], lr=0.1)
+        around, foreign = Around([parameter], base), torch.optim.SGD([parameter], lr=0.1)
+        context = Context(torch)
+        context.optimizers, context.built_optimizers = [base], lambda: [base, around, foreign]
+        if fuse:
+            fused_optimizer.apply(context, fused_optimizer.Options())
+            assert base.param_groups[0]["fused"] is True and not foreign._optimizer_state_dict_post_hooks
+        parameter.grad = torch.ones(3)
+        base.step()
+        found = around.state_dict()
+        context.undo()
+        assert not around._optimizer_state_dict_post_hooks
+        return found
+
+    assert saved(True) == saved(False)
 
 
 @pytest.mark.parametrize("kind, where, kernel, problem", [

@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent.context import Context  # noqa: E402 - after the import that decides whether to run at all
+from saturate import ranks  # noqa: E402 - after the import that decides whether to run at all
+from saturate.agent.context import Context  # noqa: E402
 from saturate.techniques import _loaders, loader_workers  # noqa: E402
 
 CHOOSES_LATER = """
@@ -55,6 +56,18 @@ def test_a_loader_that_loses_its_workers_can_be_built_again():
         process._config.pop("daemon")
         context.undo()
     assert loader.multiprocessing_context is None
+
+
+@pytest.mark.parametrize("rank, lines", [(0, 1), (1, 0)])
+def test_what_is_to_be_said_once_one_rank_says(rank, lines, monkeypatch, capfd):
+    """Ranks that `mp.spawn` has started know which one they are from their process group."""
+    for name in ranks.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ranks, "group", lambda: types.SimpleNamespace(get_rank=lambda: rank))
+    loader_workers._say_once.cache_clear()
+    for _ in range(2):
+        loader_workers._say_order("Sampler")
+    assert capfd.readouterr().err.count("Sampler draws random numbers") == lines
 
 
 MAINS = {

@@ -269,6 +269,49 @@ def test_another_optimizer_goes_on_without_a_closure(to_none):
     assert alike(run(True), run(False))
 
 
+@pytest.mark.parametrize("zeroes_only", [True, False])
+def test_what_another_optimizer_has_taken_over_is_no_proof(zeroes_only):
+    """The note of what was saved is from before."""
+    training = Training().steps(4)
+    assert training.proof().active
+    other = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    if zeroes_only:
+        other.zero_grad()
+    else:
+        other.step(closure_of(training, other, lambda optimizer: optimizer.zero_grad()))
+    training.steps(2)
+    assert not training.proof().active
+    assert training.proof().evidence == "left to step() again: SGD, another optimizer of the script, holds the same parameters"
+
+
+class Wrapped:
+    """As Lightning (in manual optimization) and Fabric hand an optimizer to the script: of its class, with all that it has not itself."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.__class__ = type("Wrapped" + type(optimizer).__name__, (type(self), type(optimizer)), {})
+
+    def step(self, closure=None):
+        return self._optimizer.step(closure)
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_what_wraps_the_optimizer_for_the_script_is_no_other_one(to_none):
+    def run(on):
+        training = Training(on=on)
+        training.optimizer, own = Wrapped(training.optimizer), training.optimizer
+        training.steps(6, to_none)
+        training.optimizer = own
+        return training
+
+    ours, plain = run(True), run(False)
+    assert alike(ours, plain) and ours.proof().active
+    assert plain.model.hidden.weight._grad is not None and ours.model.hidden.weight._grad is None, "used and freed to the end"
+
+
 def test_gradients_that_another_optimizer_misses_are_an_error():
     """It steps after the first one, or in its place, with gradients that are gone."""
     training = Training().steps(4)
@@ -325,8 +368,8 @@ def test_two_optimizers_with_losses_of_their_own():
 
 def test_an_optimizer_that_never_steps_is_left_out():
     unused = nn.Linear(2, 2)
-    ours = Training(on=False)
-    ours.context.optimizers = ours.optimizer, torch.optim.SGD(unused.parameters(), lr=1.0)
+    ours, resting = Training(on=False), torch.optim.SGD(unused.parameters(), lr=1.0)
+    ours.context.optimizers = ours.optimizer, resting
     technique.apply(ours.context, OPTIONS)
     ours.steps(10)
     assert alike(ours, Training(on=False).steps(10)) and ours.proof().active

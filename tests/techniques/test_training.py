@@ -10,11 +10,13 @@ import io
 import itertools
 import multiprocessing
 import os
+import pickle
 import random
 import socket
 import subprocess
 import sys
 import types
+import weakref
 
 import pytest
 
@@ -47,7 +49,8 @@ from saturate.testing import toy  # noqa: E402
 
 def context_of(model, optimizer):
     context = Context(torch)
-    context.modules, context.optimizers, context.device = (model,), (optimizer,), "cpu"
+    context.modules, context.optimizers, context.device = (model,) if model is not None else (), (optimizer,), "cpu"
+    context.held_by_the_script = model, optimizer       # a context itself keeps none
     return context
 
 
@@ -257,6 +260,38 @@ def test_an_optimizer_with_a_zero_grad_of_its_own_is_left_alone():
     context.undo()
 
 
+class Wrapped:
+    """As Lightning (in manual optimization) and Fabric hand an optimizer to the script: of its class, with all that it has not itself."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.__class__ = type("Wrapped" + type(optimizer).__name__, (type(self), type(optimizer)), {})
+
+    def step(self, closure=None):
+        return self._optimizer.step(closure)
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+
+def test_what_wraps_an_optimizer_for_the_script_drops_gradients_too():
+    parameter, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer, foreign = torch.optim.SGD([parameter], lr=0.1), torch.optim.SGD([other], lr=0.1)
+    wrapped, context = Wrapped(optimizer), context_of(None, optimizer)
+    own = torch.optim.Optimizer.zero_grad
+    zero_grad_none.apply(context, zero_grad_none.Options())
+    for _ in range(2):
+        (parameter.sum() + other.sum()).backward()
+        assert torch.equal(parameter.grad, torch.ones(2))
+        wrapped.step()
+        wrapped.zero_grad(set_to_none=False)
+        foreign.zero_grad(set_to_none=False)
+        assert parameter.grad is None and torch.equal(other.grad, torch.zeros(2))
+    assert zero_grad_none.active(Evidence(notes=context.notes), zero_grad_none.Options()).active
+    context.undo()
+    assert torch.optim.Optimizer.zero_grad is own
+
+
 def test_zero_grad_eligibility():
     some = (OptimizerFacts(),)
     assert zero_grad_none.eligible(Facts(zero_grad_set_to_none=False, optimizers=some))
@@ -284,6 +319,38 @@ def test_gc_freezes_after_some_steps_stays_on_and_is_undone():
         context.undo()
     assert not optimizer._optimizer_step_post_hooks
     assert gc.get_freeze_count() == 0 and gc.get_threshold() == threshold
+
+
+def test_what_was_frozen_in_a_cycle_is_freed_by_a_collection_of_the_script_s():
+    class Part:
+        pass
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    context, own = context_of(None, optimizer), gc.collect
+    part = Part()
+    part.own, gone = part, weakref.ref(part)
+    gc_freeze.apply(context, gc_freeze.Options(after_steps=1))
+    try:
+        optimizer.step()
+        del part
+        gc.collect(0)
+        assert gone() is not None and gc.get_freeze_count()
+        gc.collect()
+        assert gone() is None and gc.get_freeze_count(), "frozen anew"
+    finally:
+        context.undo()
+    assert gc.collect is own and not gc.get_freeze_count()
+
+
+def test_what_the_script_has_frozen_stays_frozen():
+    context, own = context_of(None, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)), gc.collect
+    gc.freeze()
+    try:
+        gc_freeze.apply(context, gc_freeze.Options())
+        assert gc.collect is own
+    finally:
+        context.undo()
+        gc.unfreeze()
 
 
 def test_hooks_after_a_step_that_come_behind_that_of_gc_freeze_are_called():
@@ -718,6 +785,22 @@ def _evaluating(loader, dataset):
 
 
 pids: list[list[list[int]]] = []        # after each epoch: of the workers of each loader
+
+
+def test_a_loader_with_workers_that_live_on_can_be_copied_and_pickled():
+    """As a framework does that keeps its arguments; the copy draws what one without this draws."""
+
+    def script(loader, dataset):
+        list(loader)
+        found = []
+        for twin in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+            found.append([batch.tolist() for _ in range(2) for batch in twin])
+            assert twin._iterator is None
+        assert loader._iterator is not None or not loader.persistent_workers
+        return found
+
+    plain, changed = _passes(script)
+    assert changed == plain
 
 
 def test_loaders_that_are_kept_for_nothing_do_not_keep_their_workers():

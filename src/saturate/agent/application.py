@@ -97,13 +97,15 @@ def place(session: Any, modules: tuple[Any, ...], optimizers: tuple[Any, ...]) -
     """Apply the techniques of stage "model" to what is trained; those that acted on what was trained before are moved."""
     context = session.context
     if session.placed:
-        moving = _outdated(session, {id(m) for m in modules} != {id(m) for m in context.modules})
+        moving = _outdated(session, not context.trains(modules))
         context.undo(moving)
         session.applied = [(entry, problem) for entry, problem in session.applied if entry["id"] not in moving]
     context.modules, context.optimizers = modules, optimizers
     apply_stage(session, "model")
     session.placed += 1
     session.placed_at = session.boundaries
+    if session.plan["mode"] == "run":
+        session.next_look, session.shown = session.boundaries + JUDGED_STEPS, None
 
 
 def _outdated(session: Any, other_modules: bool) -> set[str]:
@@ -296,7 +298,10 @@ def apply_stage(session: Any, stage: str, before_training: bool = False) -> None
 def rewrite_loader(session: Any, loader: Any, init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let techniques see a DataLoader's arguments, defaults filled in, and change some before it is built."""
     signature = inspect.signature(init)
-    bound = signature.bind(loader, *args, **kwargs)
+    try:
+        bound = signature.bind(loader, *args, **kwargs)
+    except TypeError:
+        return args, kwargs     # as torch will say itself, to a script that may expect it
     given = set(bound.arguments)
     bound.apply_defaults()
     arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
@@ -343,10 +348,15 @@ def _report_end(session: Any) -> None:
 
 
 def _report_unproved(session: Any, told: Collection[str]) -> None:
-    """What was applied and has nothing to show for itself by now, or has stopped to act."""
+    """What was applied and has nothing to show for itself by now, or has stopped to act. What the script has dropped by now is judged
+    by the latest look at it."""
     from saturate.techniques import _registry
 
     seen = observe.shown(session)
+    if session.context.some_gone() and session.shown is not None:
+        then = session.shown
+        seen = dataclasses.replace(seen, optimizers=then.optimizers, channels_last=then.channels_last,
+                                   grads_none_after_zero=then.grads_none_after_zero)
     workers = sum(len(entry["workers"]) for entry in session.loaders.values())
     seen = dataclasses.replace(seen, live_workers=workers)      # those of the last pass have ended with it
     for entry, problem in session.applied:

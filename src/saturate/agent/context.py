@@ -1,4 +1,7 @@
-"""What a technique may do in the user's process. Every change is listed and can be taken back."""
+"""What a technique may do in the user's process. Every change is listed and can be taken back.
+
+Nothing here keeps a module or an optimizer: what the script drops must be freed as without us, and takes what was done to it along.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import copy
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -16,10 +20,19 @@ _ABSENT = object()
 
 
 class _Training:
-    """What is trained now: shared, so that no technique keeps what a training has left behind."""
+    """What is trained now, shared by the views of all techniques. `kinds`: the modules' classes, still known when those are gone."""
 
-    modules: tuple[Any, ...] = ()
-    optimizers: tuple[Any, ...] = ()
+    modules: tuple[weakref.ref[Any], ...] = ()
+    optimizers: tuple[weakref.ref[Any], ...] = ()
+    kinds: frozenset[type] = frozenset()
+
+
+class _Stack:
+    """The wrappers around one module's forward, and the place of each. Only that forward holds them: they may hold the module."""
+
+    def __init__(self, module: Any):
+        self.module = weakref.ref(module)
+        self.wrappers: dict[object, tuple[int, Any]] = {}
 
 
 class Context:
@@ -42,11 +55,38 @@ class Context:
         self.loader_rewrites: list[Any] = []
         self._undo: list[tuple[str, Any]] = []
         self._uncalled: set[int] = set()        # wrapped modules that were not called in training mode since, by id
-        self._roots: list[tuple[str, Any]] = [] # (owner, one of `modules` that it wrapped)
-        self._stacks: dict[int, tuple[Any, list[tuple[int, Any]]]] = {}     # id(module) -> (module, wrappers by order)
+        self._roots: list[tuple[str, int, str]] = []    # (owner, id and class of one of `modules` that it wrapped)
+        self._stacks: weakref.WeakValueDictionary[int, _Stack] = weakref.WeakValueDictionary()      # by id(module)
 
-    modules = property(lambda self: self._training.modules, lambda self, found: setattr(self._training, "modules", found))
-    optimizers = property(lambda self: self._training.optimizers, lambda self, found: setattr(self._training, "optimizers", found))
+    @property
+    def modules(self) -> tuple[Any, ...]:
+        """Those of what is trained that are still there."""
+        return living(self._training.modules)
+
+    @modules.setter
+    def modules(self, found: Iterable[Any]) -> None:
+        self._training.modules = tuple(map(weakref.ref, found))
+        self._training.kinds = frozenset(map(type, self.modules))
+
+    @property
+    def kinds(self) -> frozenset[type]:
+        return self._training.kinds
+
+    def trains(self, modules: Iterable[Any]) -> bool:
+        """Whether these are all that is trained, as far as techniques know."""
+        return {id(module) for module in modules} == {id(reference()) for reference in self._training.modules}      # id(None): of the gone
+
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        return living(self._training.optimizers)
+
+    @optimizers.setter
+    def optimizers(self, found: Iterable[Any]) -> None:
+        self._training.optimizers = tuple(map(weakref.ref, found))
+
+    def some_gone(self) -> bool:
+        """Whether the script has dropped any of what is trained, as far as techniques know."""
+        return any(reference() is None for reference in (*self._training.modules, *self._training.optimizers))
 
     def of(self, owner: str) -> Context:
         """The same, as one technique has it: what it does later is its own as well."""
@@ -55,7 +95,8 @@ class Context:
         return view
 
     def wrap_forward(self, module: Any, order: int, wrap: Any, around: bool = False) -> None:
-        if id(module) not in self._stacks:
+        stack = self._stacks.get(id(module))
+        if stack is None or stack.module() is not module:       # a copy keeps the stack of one that is gone
             if is_ours(module):         # a deep copy of a module that was wrapped
                 _unbind(module)
             if _class_forward(module) is None and not forward_overridden(module):
@@ -64,19 +105,23 @@ class Context:
                 raise NotApplied(
                     f"{type(module).__name__}.forward was already replaced on the instance by the script or a library"
                 )
-            self._stacks[id(module)] = (module, [])
-        stack = self._stacks[id(module)][1]
-        entry = (order, wrap)
-        stack.append(entry)
-        stack.sort(key=lambda entry: entry[0])
+            self._stacks[id(module)] = stack = _Stack(module)
+        place = object()
+        stack.wrappers[place] = order, wrap
         self.changes.append(f"{self.owner}: {type(module).__name__}.forward wrapped (training mode only)")
-        self.on_undo(lambda: self._unwrap(module, entry))
-        self._uncalled.add(id(module))
+        self.on_undo(functools.partial(self._unwrap, weakref.ref(stack), place))
         if any(module is root for root in self.modules):
-            self._roots.append((self.owner, module))
-        self._bind(module)
+            self._uncalled.add(id(module))
+            self._roots.append((self.owner, id(module), type(module).__name__))
+        try:
+            self._bind(module, stack)
+        except BaseException:
+            del stack.wrappers[place]
+            if stack.wrappers:      # those of other techniques stay on
+                self._bind(module, stack)
+            raise
 
-    def _bind(self, module: Any) -> None:
+    def _bind(self, module: Any, stack: _Stack) -> None:
         uncalled, compiler = self._uncalled, self.torch.compiler
 
         def noted(inner: Any) -> Any:
@@ -85,43 +130,48 @@ class Context:
                     uncalled.discard(id(self))
                 return inner(self, *args, **kwargs)
 
+            forward.stack = stack       # type: ignore[attr-defined]
             return forward
 
-        _bind_forward(module, [*(wrapper for _, wrapper in self._stacks[id(module)][1]), noted])
+        wrappers = [wrap for _, wrap in sorted(stack.wrappers.values(), key=lambda entry: entry[0])]
+        _bind_forward(module, [*wrappers, noted])
 
     def never_called(self) -> dict[str, set[str]]:
         """Techniques that wrapped what is trained and of which no forward was called in training mode since: classes by technique."""
         found: dict[str, set[str]] = {}
-        for owner, module in self._roots:
-            found.setdefault(owner, set()).add(type(module).__name__)
-        return {owner: names for owner, names in found.items()
-                if all(id(module) in self._uncalled for other, module in self._roots if other == owner)}
+        for owner, _, kind in self._roots:
+            found.setdefault(owner, set()).add(kind)
+        return {owner: kinds for owner, kinds in found.items()
+                if all(identity in self._uncalled for other, identity, _ in self._roots if other == owner)}
 
-    def _unwrap(self, module: Any, entry: tuple[int, Any]) -> None:
-        stack = self._stacks[id(module)][1]
-        stack[:] = [other for other in stack if other is not entry]
+    def _unwrap(self, held: weakref.ref[_Stack], place: object) -> None:
+        stack = held()
+        module = stack.module() if stack is not None else None
+        if stack is None or module is None:
+            return
+        stack.wrappers.pop(place, None)     # it may have failed to be bound
         _unbind(module)
-        self._roots[:] = [(owner, root) for owner, root in self._roots if owner != self.owner or root is not module]
-        if stack:
-            self._bind(module)
+        if stack.wrappers:
+            self._bind(module, stack)
         else:
-            self._uncalled.discard(id(module))
-            del self._stacks[id(module)]
+            self._stacks.pop(id(module), None)
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         # Read what is stored on this very object: an inherited value must be inherited again after the undo.
         stored = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else getattr(owner, name)
         shadow = getattr(owner, name, _ABSENT)
         setattr(owner, name, value)
+        if stored is _ABSENT and name not in getattr(owner, "__dict__", {}):
+            stored = shadow         # a property with a setter, as torch.backends has
         self.changes.append(f"{self.owner}: {_name(owner)}.{name} set")
+        held = _reference(owner)
 
         def undo() -> None:
-            if stored is not _ABSENT:
-                setattr(owner, name, stored)
-            elif name in getattr(owner, "__dict__", {}):
-                delattr(owner, name)
-            elif shadow is not _ABSENT:         # a property with a setter, as torch.backends has
-                setattr(owner, name, shadow)
+            there = held()
+            if there is not None and stored is not _ABSENT:
+                setattr(there, name, stored)
+            elif there is not None and name in getattr(there, "__dict__", {}):
+                delattr(there, name)
 
         self.on_undo(undo)
 
@@ -161,6 +211,8 @@ class Context:
                     others.append((owner, callback))
         finally:
             self._undo.extend(reversed(others))
+        self._roots[:] = [root for root in self._roots if owners is not None and root[0] not in owners]
+        self._uncalled.intersection_update([identity for _, identity, _ in self._roots])
         self.changes[:] = [line for line in self.changes if owners is not None and line.partition(":")[0] not in owners]
         if owners is None:
             self.notes.clear()
@@ -169,6 +221,19 @@ class Context:
         """Drop the notes of a technique: they are of what is no longer there."""
         for key in [key for key in self.notes if key.partition(":")[0] == owner]:
             del self.notes[key]
+
+
+def living(references: Iterable[weakref.ref[Any]]) -> tuple[Any, ...]:
+    """What is still there of what they refer to."""
+    return tuple(found for reference in references if (found := reference()) is not None)
+
+
+def _reference(thing: Any) -> Callable[[], Any]:
+    """A weak one, where there can be one."""
+    try:
+        return weakref.ref(thing)
+    except TypeError:
+        return lambda: thing
 
 
 def forward_overridden(module: Any) -> bool:

@@ -70,13 +70,17 @@ class FirstForward:
         optimizers = [o for o in session.optimizers.constructed() if "param_groups" in vars(o)]
         trained = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
         if session.phase == "active" or self.calls > MOST_CALLS:
-            self._restore()
+            self._stop()
         elif any(id(p) in trained for p in module.parameters()):
             called = self._settled(module)
             if called is None:
                 return
-            self._restore()
+            self._stop()
             session.whole(self._begin, called, tuple(optimizers), list(trained.values()))
+
+    def _stop(self) -> None:
+        self._restore()
+        self._replaced = None       # the session may keep this object, and the script may drop the module
 
     def _settled(self, module: Any) -> Any:
         """The module whose own forward is about to be called; None until that is known. Lightning and Fabric put a function in
@@ -141,7 +145,7 @@ class _NothingSeen:
         self.device, self.modules, self.distributed = observe.device_kind(trained), modules, distributed
         self.devices = observe.devices(trained, self.device)
         self.device_name = torch.cuda.get_device_name(self.devices[0]) if self.device == "cuda" else ""
-        self.compiled, self.shapes = usercompiled.anything(modules), ()
+        self.compiled, self.shapes, self.micro_steps = usercompiled.anything(modules), (), 1
 
     def compiles(self, module: Any) -> bool | None:
         return usercompiled.Graph().compiles(module) if self.compiled else False
@@ -159,7 +163,6 @@ class _Before:
     def __init__(self, session: Any, inspection: _NothingSeen, optimizers: tuple[Any, ...]):
         self._session, self.inspection = session, inspection
         self.optimizers = types.SimpleNamespace(living=lambda: optimizers)
-        self.step = types.SimpleNamespace(micro_steps=1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)

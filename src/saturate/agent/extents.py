@@ -10,7 +10,7 @@ import math
 import time
 from typing import Any
 
-from saturate.agent import observe
+from saturate.data import batches
 
 #: Longest time spent reading, and the most samples: beyond them the largest of what was read stands for the rest.
 SECONDS = 3.0
@@ -96,7 +96,7 @@ def extent(sample: Any, depth: int = 0) -> int:
     if isinstance(size, tuple):
         return math.prod(size)              # an image of PIL
     if depth < _DEPTH:
-        if observe.is_mapping(sample):
+        if batches.is_mapping(sample):
             return sum(extent(value, depth + 1) for value in sample.values())
         if isinstance(sample, (list, tuple)):
             return sum(extent(value, depth + 1) for value in sample)

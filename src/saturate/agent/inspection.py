@@ -8,13 +8,15 @@ import itertools
 import sys
 import threading
 import types
+import weakref
 from typing import Any
 
 from saturate.agent import flopcount, motif, threadbound, usercompiled
 from saturate.agent.attributes import replace
-from saturate.agent.context import own_forward
+from saturate.agent.context import living, own_forward
 from saturate.agent.observe import all_modules, device_kind, devices, trained_parameters
 from saturate.records.facts import BY_HAND
+from saturate.techniques import _closures
 from saturate.techniques._common import computed_in
 
 #: Modules (by the beginning of their names) that may read gradients which a technique has used and freed.
@@ -37,6 +39,9 @@ class Inspection:
         self.session = session
         self.calls = 0
         self.sdpa_calls = 0
+        self.backwards = 0                  # passes that ended
+        self.backwards_in_steps = 0         # of them, those inside of optimizers' steps
+        self.backwards_of_closures = 0      # in one call of the closure that a step is given, of all steps together
         self._work: collections.Counter[str | None] = collections.Counter()     # elements of parameters by the dtype of autocast
         self._around: str | None = None         # the dtype of autocast that the outermost module was called under
         self._computed: str | None = None       # where no module is watched: the dtype that a backward pass shows
@@ -65,13 +70,14 @@ class Inspection:
         self._graph = usercompiled.Graph()
         children = {id(child) for m in everything for child in m._modules.values() if child is not None}
         self._roots = [m for m in everything if id(m) not in children]
-        self.modules: tuple[Any, ...] = ()
+        self._modules: tuple[weakref.ref[Any], ...] = ()
         if not self.compiled:
             self._watch_calls(everything)
             self._count_attention(torch)
             self._count_flops(torch)
             self._watch_gradients(torch)
         self._watch_backward(torch)
+        self._watch_closures()
         self._watch_checkpoints()
         self._watch_zero_grad(torch)
         if self.device == "cuda":
@@ -218,6 +224,23 @@ class Inspection:
         torch.autograd._engine_run_backward = run
         self._undo.append(lambda: setattr(torch.autograd, "_engine_run_backward", original))
 
+    def _watch_closures(self) -> None:
+        """What comes before a step may end in its closure, as the last micro-step does under Lightning. LBFGS calls it several times, and
+        each of those makes all gradients anew: one call counts."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+            began: list[int] = []       # passes before each call
+
+            def called() -> None:
+                if len(began) == 1:
+                    self.backwards_of_closures += self.backwards - began[0]
+
+            return _closures.around(args, kwargs, after=called, before=lambda: began.append(self.backwards))
+
+        guard, disable = self.session.guard, self.session.torch._disable_dynamo
+        self._undo.append(register_optimizer_step_pre_hook(disable(lambda *given: guard(before_step, *given))).remove)
+
     def _look_at_formats(self, outputs: Any) -> None:
         """While the graph still has what it saved. Nodes of a model whose weights are of such a format themselves say nothing."""
         torch = self.session.torch
@@ -252,8 +275,15 @@ class Inspection:
 
         self._undo.append(replace(owner, name, copied))
 
+    @property
+    def modules(self) -> tuple[Any, ...]:
+        """What techniques act on, as far as the script still has it."""
+        return living(self._modules)
+
     def saw_backward(self, tensors: Any) -> None:
-        """A backward pass began at `tensors`."""
+        """A backward pass that began at `tensors` has ended."""
+        self.backwards += 1
+        self.backwards_in_steps += bool(self.session.stepping)
         if self.compiled:
             self._graph.saw(tensors)
 
@@ -273,9 +303,15 @@ class Inspection:
         modules = list(self._called.values()) or [m for m in self._roots if m.training]
         distributed = self.session.torch.nn.parallel.DistributedDataParallel
         inner = [m.module if isinstance(m, distributed) else m for m in modules]
-        self.modules = tuple(m for m in inner if any(True for _ in m.parameters()))
+        self._modules = tuple(weakref.ref(m) for m in inner if any(True for _ in m.parameters()))
         self.distributed |= any(isinstance(getattr(m, "_orig_mod", m), distributed) for m in modules)
         self._called.clear()
+        self._roots, self._outermost = [], None     # no longer: the script may drop them
+
+    @property
+    def micro_steps(self) -> int:
+        """Backward passes in one step (at least one); of a closure that is called several times for an update, those of one call."""
+        return max(1, self.session.step.tokens.count("B") + self.backwards_of_closures)
 
     def describe(self) -> str:
         """The step in words: "forward x1, backward x4, AdamW.step". Neighbours of a kind are one entry, "Adam.step x36": some scripts
@@ -283,7 +319,7 @@ class Inspection:
         step = self.session.step
         names = [type(o).__name__ for o in self.session.optimizers.living()]
         words = [f"forward x{self.calls}"] if self.calls else []
-        backwards = sum(token == "B" for token in step.tokens)
+        backwards = step.tokens.count("B") + (self.backwards_in_steps if step.token != motif.CLOSURE else 0)
         if backwards:
             words.append(f"backward x{backwards}")
         stepping = [name for index, name in enumerate(names) for _ in range(step.tokens.count(f"S{index}"))]

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from saturate.agent import observe
+from saturate.data import batches
 
 _MOST_REASONS = 8
 _MOST_LEFT = 20
@@ -46,7 +47,7 @@ def memory(session: Any) -> dict[str, int]:
     held = [*parameters, *(p for m in roots for p in m.parameters()), *(b for m in roots for b in m.buffers())]
     gradients = [p.grad for p in held if getattr(p, "grad", None) is not None]
     states = [value for o in session.optimizers.living() for state in o.state.values()
-              for value in observe.tensors_of(session.torch, state)]
+              for value in batches.tensors_of(session.torch, state)]
     device = session.context.device
     return {"parameters": bytes_of(held, device), "gradients": bytes_of(gradients, device),
             "optimizer_state": bytes_of(states, device)}

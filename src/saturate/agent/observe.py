@@ -11,9 +11,10 @@ import weakref
 from dataclasses import asdict
 from typing import Any
 
+from saturate import ranks
 from saturate.agent import formats
-from saturate.agent.context import forward_overridden, is_ours
-from saturate.data import ranks
+from saturate.agent.context import forward_overridden, is_ours, living
+from saturate.data import batches
 from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
 from saturate.techniques import _common
 
@@ -90,22 +91,24 @@ class ChangeWatch:
     """Do parameters change between backward passes? For loops without an optimizer, while the step is being found.
 
     A checksum of a few parameters, because `p.data.add_()` does not bump a tensor's version counter. Parameters are
-    looked up now and then only: a walk over all living objects takes tens of milliseconds.
+    looked up now and then only: a walk over all living objects takes tens of milliseconds. None is kept: nobody looks
+    any more once the step is known.
     """
 
     def __init__(self) -> None:
-        self._parameters: list[Any] = []
+        self._parameters: list[weakref.ref[Any]] = []
         self._checksum: list[float] = []
         self._calls = 0
 
     def changed(self, session: Any) -> bool:
         """Since the last call."""
-        if self._calls % 256 == 0:
+        watched = living(self._parameters)
+        if self._calls % 256 == 0 or len(watched) < len(self._parameters):
             found = trained_parameters(session)
-            self._parameters = found[:: max(1, len(found) // 8)][:8]
-            self._checksum = []
+            watched = tuple(found[:: max(1, len(found) // 8)][:8])
+            self._parameters, self._checksum = list(map(weakref.ref, watched)), []
         self._calls += 1
-        checksum = [float(_common.reals(p.detach(), session.torch).double().abs().sum()) for p in self._parameters]
+        checksum = [float(_common.reals(p.detach(), session.torch).double().abs().sum()) for p in watched]
         before, self._checksum = self._checksum, checksum
         return bool(before) and before != checksum
 
@@ -122,7 +125,7 @@ def remember_loader(session: Any, iterator: Any, batch: Any) -> None:
 
 
 def _loader_facts(torch: Any, iterator: Any, batch: Any) -> LoaderFacts:
-    tensors = list(tensors_of(torch, batch))
+    tensors = list(batches.tensors_of(torch, batch))
     dataset = iterator._dataset
     return LoaderFacts(
         num_workers=iterator._num_workers,
@@ -169,23 +172,6 @@ def _length(dataset: Any) -> int | None:
         return None                 # iterable datasets have none
 
 
-def is_mapping(batch: Any) -> bool:
-    """Also of a library's own kind. The `values` of a table or a column of pandas are no method."""
-    return isinstance(batch, dict) or (callable(getattr(batch, "values", None)) and callable(getattr(batch, "keys", None)))
-
-
-def tensors_of(torch: Any, batch: Any) -> Any:
-    """Every tensor in a batch of nested lists, tuples and mappings."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif is_mapping(batch):
-        for value in batch.values():
-            yield from tensors_of(torch, value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors_of(torch, value)
-
-
 # -- saves -----------------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +209,7 @@ def facts(session: Any) -> dict[str, Any]:
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         world_size=world_size(),
         motif=inspection.describe(),
-        micro_steps=session.step.micro_steps,
+        micro_steps=inspection.micro_steps,
         autocast=inspection.autocast,
         steps_in_forward=inspection.steps_in_forward,
         grad_scaler=session.grad_scaler,

@@ -7,6 +7,7 @@ steps: undoing and applying costs more than a step.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 from saturate.agent import observe, succession
@@ -37,13 +38,13 @@ def move(session: Any) -> None:
 
 def _modules(session: Any, trained: set[int]) -> tuple[Any, ...]:
     """Those known modules that own trained parameters, and for parameters that none of them owns, modules of the same classes."""
-    known = session.context.modules
-    kept = [m for m in known if any(id(p) in trained for p in m.parameters())]
+    context = session.context
+    kept = [m for m in context.modules if any(id(p) in trained for p in m.parameters())]
     left = trained - {id(p) for m in kept for p in m.parameters()}
-    return (*kept, *of_kinds(observe.all_modules(session.torch), {type(m) for m in known}, left)) if left else tuple(kept)
+    return (*kept, *of_kinds(observe.all_modules(session.torch), context.kinds, left)) if left else tuple(kept)
 
 
-def of_kinds(modules: list[Any], kinds: set[type], trained: set[int]) -> list[Any]:
+def of_kinds(modules: list[Any], kinds: Collection[type], trained: set[int]) -> list[Any]:
     """The outermost modules of some classes that own any of the parameters."""
     owners = [m for m in modules if type(m) in kinds and any(id(p) in trained for p in m.parameters())]
     inside = {id(below) for m in owners for below in m.modules() if below is not m}

@@ -153,6 +153,8 @@ class Search:
             if first.module.TECHNIQUE.stage == "environment":
                 waiting = self._add_certain(waiting)
             best = self._best_of([first], None)
+            if first.module.TECHNIQUE.fallbacks:
+                best, others = best or self._fallen_back(first, others), []
             if best is not None and self._gives_much(best):
                 self._try_to_add(self._best_of(others, best) or best)
             else:
@@ -213,6 +215,11 @@ class Search:
             if self._screen_one(candidate, best):
                 best = candidate
         return best
+
+    def _fallen_back(self, first: Candidate, others: list[Candidate]) -> Candidate | None:
+        """The best of the variants for workloads in which the first one fails, if it did. At once: what failed took little time, and
+        what a finding names would else wait behind all that nothing names."""
+        return self._best_of(others, None) if self.fates[first.id].fate == "failed" else None
 
     def _gives_much(self, candidate: Candidate) -> bool:
         result = self.screened[candidate.id]

@@ -54,6 +54,7 @@ class Technique:
     slow_start: bool = False            # its first steps take long (a compiler runs): tried late unless the diagnosis names it
     acts_on: str = "optimizers"         # stage "model": applied anew when these are others, see `ACTS_ON`
     starts_alone: bool = False          # times something while the script starts: no other trial may start beside it
+    fallbacks: bool = False             # variants behind the first are for where that one fails: otherwise they get no trial
 
 
 @dataclass(frozen=True)

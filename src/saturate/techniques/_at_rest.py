@@ -16,6 +16,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from saturate.techniques._weakly import weakly
+
 #: Elements of a flat buffer that each tensor is padded to.
 BLOCK = 256
 
@@ -279,11 +281,11 @@ class Keeper:
     def __init__(self, context: Any, optimizer: Any, form: Form, smallest: int, report: Any):
         self.torch, self.optimizer, self.form, self.smallest, self.report = context.torch, optimizer, form, smallest, report
         self.pieces: dict[int, tuple[list[int], list[Piece]]] = {}      # by position of the group: ids it was made for
-        context.on_undo(self.wake)
         for register, hook in ((optimizer.register_step_pre_hook, self._before_step),
                                (optimizer.register_state_dict_post_hook, self._saving),
                                (optimizer.register_load_state_dict_post_hook, self._loaded)):
             context.on_undo(register(hook).remove)
+        context.on_undo(weakly(self.wake))      # the first that is undone: the hooks are what holds it
         if context.early:
             self.rest()         # what was loaded before training began
 

@@ -348,10 +348,11 @@ def wrap_all(context: Any, wrap_one: Callable[[Any], None]) -> int:
     return len(context.modules) - len(refusals)
 
 
-def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool] = lambda: True) -> int:
+def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool] = lambda: True,
+                  inside: Callable[[Any, Any], list[Any]] | None = None) -> int:
     """Run each trained module's forward under autocast, hand its outputs back as float32, and note (under `key`) the
-    first autograd node that really computed in `dtype`. Returns how many modules were wrapped. Not where the script autocasts
-    itself: its nodes would be taken for what this did."""
+    first autograd node that really computed in `dtype`. Returns how many modules were wrapped: the trained ones, or those parts of
+    them that `inside(torch, module)` names. Not where the script autocasts itself: its nodes would be taken for what this did."""
     if context.autocast:
         raise NotApplied(_own_autocast(context.autocast))
     if context.steps_in_forward:
@@ -380,10 +381,17 @@ def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool]
     def wrap_one(module: Any) -> None:
         if dtype != torch.float16 and any(isinstance(part, torch.nn.DataParallel) and len(part.device_ids) > 1 for part in module.modules()):
             raise NotApplied("the threads of torch.nn.DataParallel autocast to float16, whatever the dtype around them")
-        context.wrap_forward(module, AUTOCAST_ORDER, wrap, around=True)
+        parts = [module] if inside is None else inside(torch, module)
+        if not parts:
+            raise NotApplied(f"{type(module).__name__} has no layer that could compute in {str(dtype).removeprefix('torch.')} alone")
+        for part in parts:
+            context.wrap_forward(part, AUTOCAST_ORDER, wrap, around=True)
+        wrapped.extend(parts)
         observe_first_call(context, module, look)
 
-    return wrap_all(context, wrap_one)
+    wrapped: list[Any] = []
+    wrap_all(context, wrap_one)
+    return len(wrapped)
 
 
 AUTOCAST_ORDER = 30

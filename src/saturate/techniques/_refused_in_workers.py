@@ -50,7 +50,8 @@ def trained_by(optimizers: list[Any]) -> frozenset[int]:
 @contextlib.contextmanager
 def refusing_models(torch: Any, trained: frozenset[int]) -> Iterator[None]:
     """Where workers are forked inside of this, a call of a module that holds any of these parameters raises in them. What is
-    told is the call: parameters that an item is computed from in another way are not."""
+    told is the call: parameters that an item is computed from in another way are not, nor is a copy that the script keeps of them,
+    such as an average."""
 
     def refuse(module: Any, inputs: Any) -> None:
         if torch.utils.data.get_worker_info() is not None and not trained.isdisjoint(map(id, module.parameters())):

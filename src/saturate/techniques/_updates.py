@@ -7,12 +7,15 @@ and parameters can be served, `_between` what the script does with weights and s
 from __future__ import annotations
 
 import atexit
+import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from saturate import notices
 from saturate.techniques import _between, _closures, _common, _updatable
+from saturate.techniques._weakly import weakly
 
 #: To read all weights once more would take time: another one is looked at in each step; on a GPU, which must be waited for, in each
 #: of so many.
@@ -26,6 +29,9 @@ MOST_STEPS = 8
 
 #: Modules (by the beginning of their names) that look whether there is a gradient, and do right where there is none.
 _HARMLESS = ("torch.optim.", "torch.nn.modules.module", "saturate.")
+
+#: How a report begins that nothing is updated in backward any more.
+ENDED = "left to step() again"
 
 _FREED, _ZEROED = "freed", "zeroed"
 _ADDED = ("a gradient arrived that would be added to the one of the last step, which was used and freed (zero_grad() was not called "
@@ -45,7 +51,8 @@ class _Owned:
 
 
 class Updates:
-    """`report` is told once what is saved, `refuse` why nothing is done."""
+    """`report` is told once what is saved, and why if that ends; `refuse` why nothing is done. The optimizers hold this by their hooks, and
+    nothing else does."""
 
     def __init__(self, context: Any, report: Callable[[str], None], refuse: Callable[[str], None]):
         self.context, self.torch = context, context.torch
@@ -64,7 +71,8 @@ class Updates:
         self._watchers: list[Any] = []
         self._after_steps: list[Any] = []
         self._keeps_zeros = self._in_closure = False
-        self._uses = _between.Uses(context, self._used)
+        self._uses = _between.Uses(context, weakly(self._used))
+        self._at_exit = weakly(self._ends)
 
     def install(self) -> int:
         """Register hooks; the number of parameters. Those that are frozen now, like those that are added later, are the script's own
@@ -83,14 +91,30 @@ class Updates:
             self._handles.append(optimizer.register_state_dict_pre_hook(lambda o: self._used("saved", _updatable.parameters(o))))
         for owned in self.owned.values():
             self._watchers.append(owned.parameter.register_hook(self._watcher(owned)))
-            self._handles.append(owned.parameter.register_post_accumulate_grad_hook(self._arrived))
-        self._handles.append(register_optimizer_step_pre_hook(self._another_steps))
-        guard = property(self._read, self._write, lambda parameter: self._write(parameter, None))
-        self.context.set_attribute(self.torch.nn.Parameter, "grad", guard)
-        atexit.register(self._ends)
+            # Weakly: torch does not tell the garbage collector of these hooks.
+            self._handles.append(owned.parameter.register_post_accumulate_grad_hook(weakly(self._arrived)))
+        self._handles.append(register_optimizer_step_pre_hook(weakly(self._another_steps)))
+        self.context.on_undo(self._handles[-1].remove)
+        self.context.set_attribute(self.torch.nn.Parameter, "grad", self._guard())
+        atexit.register(self._at_exit)
+        self.context.on_undo(functools.partial(atexit.unregister, self._at_exit))
         self._uses.look_at_saves()
-        self.context.on_undo(self._remove_all)
+        self.context.on_undo(weakly(self._remove_all))
         return len(self.owned)
+
+    def _guard(self) -> property:
+        """In place of `.grad`. Of the class, which stays."""
+        held, grad = weakref.ref(self), self._grad
+
+        def read(parameter: Any) -> Any:
+            here = held()
+            return here._read(parameter) if here is not None else grad.__get__(parameter)
+
+        def write(parameter: Any, gradient: Any) -> None:
+            here = held()
+            (here._write if here is not None else grad.__set__)(parameter, gradient)
+
+        return property(read, write, lambda parameter: write(parameter, None))
 
     def _remove_all(self) -> None:
         self._remove()
@@ -100,7 +124,7 @@ class Updates:
     def _remove(self) -> None:
         """All but the hooks after steps, which `_decide` is called from: torch goes over them meanwhile."""
         self._ends()
-        atexit.unregister(self._ends)
+        atexit.unregister(self._at_exit)
         self._uses.look_away()
         for handle in (*self._watchers, *self._handles):
             handle.remove()
@@ -137,9 +161,12 @@ class Updates:
     # -- gradients arrive --------------------------------------------------------------------------------------------
 
     def _watcher(self, owned: _Owned) -> Any:
+        held = weakref.ref(owned)
+
         def arriving(gradient: Any) -> None:
-            if self.phase == "watching":
-                owned.arriving = gradient
+            here = held()
+            if here is not None:
+                here.arriving = gradient
 
         return arriving
 
@@ -325,14 +352,18 @@ class Updates:
         if any(owned.updated or owned.status == _FREED and not in_closure for owned in shared):
             self._object(f"{type(optimizer).__name__} is to use gradients that {type(shared[0].optimizer).__name__} has used already, "
                          "while the backward pass ran")
-        self._leave(shared)
+        self._leave(shared, optimizer)
 
     def _shared(self, optimizer: Any) -> list[_Owned]:
         return [self.owned[id(p)] for p in _updatable.parameters(optimizer) if id(p) in self.owned]
 
-    def _leave(self, shared: list[_Owned]) -> None:
-        """From now on, gradients of whoever owns these parameters stay for the script's own steps."""
-        self.stepping -= {id(owned.optimizer) for owned in shared}
+    def _leave(self, shared: list[_Owned], other: Any) -> None:
+        """From now on, gradients of whoever owns these parameters stay for the script's own steps: another optimizer uses them."""
+        left = self.stepping - {id(owned.optimizer) for owned in shared}
+        ended, self.stepping = bool(self.stepping) and not left, left
+        if ended:
+            self.reported = True
+            self.report(f"{ENDED}: {_updatable.another(other)}")
         for owned in self.owned.values():
             if owned.status == _ZEROED and id(owned.optimizer) not in self.stepping:
                 self._fill(owned)
@@ -352,7 +383,7 @@ class Updates:
         owned = self.owned.get(id(parameter))
         if owned is None:
             return gradient
-        frame = sys._getframe(1)
+        frame = sys._getframe(2)        # behind the guard
         harmless = frame.f_globals.get("__name__", "").startswith(_HARMLESS)
         if self.phase == "watching":
             if not harmless and gradient is not None:
@@ -372,10 +403,12 @@ class Updates:
         return gradient
 
     def _zeroed(self, owned: _Owned, caller: Any, to_none: bool) -> None:
-        """Somebody zeroes a gradient that is not there. Another optimizer that does so is about to step."""
-        foreign = isinstance(caller, self.torch.optim.Optimizer) and id(caller) not in self.steps
+        """Somebody zeroes a gradient that is not there. Another optimizer that does so is about to step; what wraps this one for the script,
+        as Lightning and Fabric do, has its very groups."""
+        foreign = (isinstance(caller, self.torch.optim.Optimizer) and id(caller) not in self.steps
+                   and caller.param_groups is not owned.optimizer.param_groups)
         if foreign and not owned.updated and id(owned.optimizer) in self.stepping:
-            self._leave([owned])
+            self._leave([owned], caller)
         if owned.status:
             owned.status = "" if to_none else _ZEROED
         if owned.status == _ZEROED and id(owned.optimizer) not in self.stepping:

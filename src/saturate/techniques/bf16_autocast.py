@@ -21,9 +21,13 @@ Numerics
 `precision`: bfloat16 keeps 8 bits of significand and the range of float32, so no loss scaling is needed. A loss that is
 computed outside the model sees float32 and is as safe as before.
 
+Where a forward does not run under autocast, because it mixes what it computed with float32 tensors of its own in operators that
+take one type only (`scatter_`, in-place writes, custom functions), `scope="layers"` lets its linear and convolution layers
+alone compute in bfloat16, each of which hands back float32. It is only tried then: the casts cost time.
+
 How it is applied
 -----------------
-The forward of each outermost module is wrapped while it is in training mode; evaluation keeps float32. Tensors in
+The forward of each outermost module (or layer, see above) is wrapped while it is in training mode; evaluation keeps float32. Tensors in
 returned tuples, dictionaries and dataclasses are widened to float32. A forward that the script compiled, or that a library put
 on the module, is wrapped from outside; what is compiled is compiled once more for it. Refused where the script autocasts itself, and
 where the forward calls the backward pass and the optimizer: both would run under autocast, too. Refused, too, where
@@ -38,7 +42,7 @@ Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _common
@@ -51,12 +55,15 @@ TECHNIQUE = Technique(
     stage="model",
     acts_on="modules",
     touches=(Touch("forward", _common.AUTOCAST_ORDER), Touch("autocast")),
+    fallbacks=True,
 )
 
 
 @dataclass(frozen=True)
 class Options:
-    """Nothing to choose."""
+    """`scope`: "module", the whole forward of what is trained; "layers", each of its linear and convolution layers alone."""
+
+    scope: Literal["module", "layers"] = "module"
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
@@ -70,7 +77,8 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
 
 
 def variants(facts: Facts) -> list[Options]:
-    return [Options()]
+    layers = sum(module.linears + module.convolutions + module.other_convolutions for module in facts.modules)
+    return [Options(), Options(scope="layers")] if layers else [Options()]
 
 
 def bound(facts: Facts) -> float | None:
@@ -78,8 +86,17 @@ def bound(facts: Facts) -> float | None:
 
 
 def apply(context: Any, options: Options) -> str:
-    count = _common.wrap_autocast(context, context.torch.bfloat16, TECHNIQUE.id)
-    return f"forward of {count} module(s) under bfloat16 autocast, outputs in float32"
+    inside = layers_of if options.scope == "layers" else None
+    count = _common.wrap_autocast(context, context.torch.bfloat16, TECHNIQUE.id, inside=inside)
+    what = "module(s)" if inside is None else "linear and convolution layer(s)"
+    return f"forward of {count} {what} under bfloat16 autocast, outputs in float32"
+
+
+def layers_of(torch: Any, module: Any) -> list[Any]:
+    """What `scope="layers"` wraps: layers that are products and return one tensor. Attention of torch's own reads the weights of its
+    projections without calling them, and recurrent nets return their state as well: both stay in float32."""
+    products = (torch.nn.Linear, torch.nn.modules.conv._ConvNd)
+    return [layer for layer in module.modules() if isinstance(layer, products)]
 
 
 def active(evidence: Evidence, options: Options) -> Proof:
@@ -88,8 +105,19 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
+    if options.scope == "layers":
+        return (
+            "import types\n\n"
+            "def in_bfloat16(layer, *args, **kwargs):\n"
+            "    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=layer.training):\n"
+            "        output = type(layer).forward(layer, *args, **kwargs)\n"
+            "    return output.float() if layer.training else output\n\n"
+            "for layer in model.modules():\n"
+            "    if isinstance(layer, (torch.nn.Linear, torch.nn.modules.conv._ConvNd)):\n"
+            "        layer.forward = types.MethodType(in_bfloat16, layer)"
+        )
     return (
         "with torch.autocast(device.type, dtype=torch.bfloat16):\n"
         "    output = model(inputs)\n"
-        "loss = criterion(output.float(), targets)"
+        "loss = loss_fn(output.float(), targets)"
     )

@@ -29,10 +29,13 @@ How it is applied
 A plain function around the module's forward is compiled and used in training mode only: `Module.compile` captures
 nothing when the root is one of PyTorch's own classes. With `scope="blocks"` the instances of the block that holds most
 parameters share one compiled function, which costs a fraction of the compile time. Dynamo is told to look whether modules have got
-hooks since they were captured. Modes that record CUDA graphs are not offered where gradients are added to others that are kept (by
-accumulation, or `zero_grad(set_to_none=False)`), where they were wrong before; what their graphs return is copied, because the next
-step overwrites it, and scripts keep losses and outputs. Where inductor records none (it skips graphs that change their inputs or
-hold tensors on the CPU), such a mode counts as not applied.
+hooks since they were captured, and the backward pass not to reuse the memory of what the forward has saved ("donated buffers"): it could
+not be gone through a second time then, and a script that keeps its graph now and then (`retain_graph=True`) would end there.
+
+Modes that record CUDA graphs are not offered where gradients are added to others that are kept (by accumulation, or
+`zero_grad(set_to_none=False)`), where they were wrong before; what their graphs return is copied, because the next step overwrites it,
+and scripts keep losses and outputs. Where inductor records none (it skips graphs that change their inputs or hold tensors on the CPU),
+such a mode counts as not applied.
 
 References
 ----------
@@ -133,6 +136,7 @@ def apply(context: Any, options: Options) -> str:
     if options.scope == "module":
         count = _common.wrap_all(context, lambda module: context.wrap_forward(module, ORDER, compiler.wrap, around=True))
         _heed_hooks(context)
+        _keep_what_is_saved(context)
         return f"forward of {count} module(s) compiled, mode {options.mode}, dynamic {options.dynamic}"
     blocks = [block for module in context.modules for block in repeated_blocks(module)]
     if not blocks:
@@ -140,6 +144,7 @@ def apply(context: Any, options: Options) -> str:
     for block in blocks:
         context.wrap_forward(block, ORDER, compiler.wrap)
     _heed_hooks(context)
+    _keep_what_is_saved(context)
     return f"forward of {len(blocks)} repeated blocks compiled, mode {options.mode}, dynamic {options.dynamic}"
 
 
@@ -148,6 +153,27 @@ def _heed_hooks(context: Any) -> None:
     config = context.torch._dynamo.config
     if getattr(config, "skip_nnmodule_hook_guards", False):
         context.set_attribute(config, "skip_nnmodule_hook_guards", False)
+
+
+def _keep_what_is_saved(context: Any) -> None:
+    """With donated buffers a backward pass that keeps its graph raises."""
+    from torch._functorch import config
+    from torch._inductor import config as inductor
+
+    if getattr(config, "donated_buffer", False):
+        _set_in_all_threads(context, config, "donated_buffer", False)
+        # Inductor's cache of graphs has nothing of it in its keys, and would find code that writes to what was saved. This it has there;
+        # it decides on a benchmark below the code alone.
+        _set_in_all_threads(context, inductor, "benchmark_harness", not inductor.benchmark_harness)
+
+
+def _set_in_all_threads(context: Any, config: Any, name: str, value: bool) -> None:
+    """What is set counts in the thread that sets it only, in newer versions of torch, and CUDA's backward passes run in others: the default
+    counts in all of them."""
+    context.set_attribute(config, name, value)
+    entry = getattr(config, "_config", {}).get(name)
+    if hasattr(entry, "default"):
+        context.set_attribute(entry, "default", value)
 
 
 def repeated_blocks(module: Any) -> list[Any]:
@@ -230,6 +256,21 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     arguments = f'mode="{options.mode}", dynamic={_DYNAMIC[options.dynamic]}'
+    recording = options.mode in RECORDING
+    copy, why = (".clone()", "      # each tensor of it: on a GPU the next call writes to what this one returned") if recording else ("", "")
     if options.scope == "module":
-        return f"model = torch.compile(model, {arguments})"
-    return f"for block in model.blocks:      # the repeated block of the model\n    block.compile({arguments})"
+        return (
+            f"compiled = torch.compile(model, {arguments})      # call it to train; evaluate, save and load `model`\n"
+            f"output = compiled(inputs){copy}{why}"
+        )
+    return (
+        "import functools\n"
+        "\n"
+        f"compiled = torch.compile(type(model.blocks[0]).forward, {arguments})      # model.blocks: those that repeat\n"
+        "\n"
+        "def forward(block, *args, **kwargs):\n"
+        f"    return compiled(block, *args, **kwargs){copy}{why}\n"
+        "\n"
+        "for block in model.blocks:\n"
+        "    block.forward = functools.partial(forward, block)"
+    )

@@ -21,8 +21,8 @@ How it is applied
 -----------------
 The flags of the optimizer's groups are set; existing step counters move to the parameter's device, where the fused
 kernel wants them. What `state_dict` returns, and an optimizer that is pickled or copied, carries the user's own flags and counters on the
-CPU, so a checkpoint loads without saturate; after `load_state_dict` the flags are set again. An optimizer with a group that cannot be fused is left
-alone as a whole.
+CPU, so a checkpoint loads without saturate; after `load_state_dict` the flags are set again. What `state_dict` of an optimizer around it
+returns that has the same groups, as one of SAM, carries them too. An optimizer with a group that cannot be fused is left alone as a whole.
 
 Fused kernels look at no strides: they update wrongly where a gradient or a state lies in another order in memory than its
 parameter. Before each update (with `step(closure)`, after the closure has made the gradients) such a one is laid out as its
@@ -47,6 +47,7 @@ from saturate.records.facts import Evidence, Facts, OptimizerFacts
 from saturate.techniques import _closures, _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 from saturate.techniques._layouts import Layouts, dense
+from saturate.techniques._weakly import weakly
 
 TECHNIQUE = Technique(
     id="fused-optimizer",
@@ -114,16 +115,22 @@ def apply(context: Any, options: Options) -> str:
         raise NotApplied("; ".join(dict.fromkeys(problems)) or "no torch optimizer stepped")
     for optimizer in fusable:
         switch = _Switch(optimizer, context.torch, lambda reason: context.note(TECHNIQUE.id, reason))
-        context.on_undo(switch.off)
-        context.on_undo(optimizer.register_state_dict_post_hook(switch.saving).remove)
         context.on_undo(optimizer.register_load_state_dict_post_hook(switch.loaded).remove)
         context.on_undo(optimizer.register_step_pre_hook(switch.before_step).remove)
         for flag, value in _FLAGS.items():      # groups that are added later
             context.set_item(optimizer.defaults, flag, value)
+        for saved in (optimizer, *_around(optimizer, context.built_optimizers())):
+            context.on_undo(saved.register_state_dict_post_hook(switch.saving).remove)
         context.set_attribute(optimizer, "__getstate__", switch.pickled)
+        context.on_undo(weakly(switch.off))     # the first that is undone: the hooks are what holds it
         switch.on()
     context.note(TECHNIQUE.id, f"{len(fusable)} optimizer(s) switched")
     return f"{len(fusable)} optimizer(s) switched to fused kernels"
+
+
+def _around(optimizer: Any, built: list[Any]) -> list[Any]:
+    """Others that were built and have its very groups."""
+    return [other for other in built if other is not optimizer and vars(other).get("param_groups") is optimizer.param_groups]
 
 
 def _problem(optimizer: Any, torch: Any) -> str:
@@ -278,4 +285,7 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    return "optimizer = torch.optim.AdamW(model.parameters(), ..., fused=True)      # also Adam, SGD, Adagrad"
+    return (
+        "# Your own optimizer with fused=True (Adam, AdamW, SGD and Adagrad take it): where you make it, or of the one that is made\n"
+        "optimizer = type(optimizer)([{**group, \"fused\": True, \"foreach\": False} for group in optimizer.param_groups], fused=True)"
+    )

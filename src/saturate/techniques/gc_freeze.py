@@ -13,7 +13,8 @@ for each other.
 
 When it hurts
 -------------
-Objects that are frozen while they are garbage in waiting stay; cycles that hold device memory are freed later.
+What was frozen and is dropped after that stays, where it is in a cycle of references, as models are, until the script calls
+`gc.collect()`, which takes as long as without.
 
 Numerics
 --------
@@ -22,7 +23,8 @@ Numerics
 How it is applied
 -----------------
 A hook after the first optimizer's step counts to `after_steps`, then calls `gc.collect`, `gc.freeze` and
-`gc.set_threshold`, once. Without an optimizer this happens at once.
+`gc.set_threshold`, once. Without an optimizer this happens at once. A `gc.collect()` of the script's looks at what is frozen as
+well, and freezes anew, unless the script had frozen something itself before.
 
 References
 ----------
@@ -31,6 +33,7 @@ Python documentation, "gc - Garbage Collector interface", functions `freeze` and
 
 from __future__ import annotations
 
+import functools
 import gc
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +100,8 @@ def apply(context: Any, options: Options) -> str:
         context.note(TECHNIQUE.id, f"{gc.get_freeze_count() - already_frozen} objects frozen")
 
     context.on_undo(undo)
+    if not already_frozen:
+        context.set_attribute(gc, "collect", _collecting_all(gc.collect))
     if not context.optimizers:
         freeze()
         return f"collector frozen, threshold {options.threshold}"
@@ -113,6 +118,23 @@ def apply(context: Any, options: Options) -> str:
     return f"collector frozen after {options.after_steps} more steps, threshold {options.threshold}"
 
 
+def _collecting_all(original: Any) -> Any:
+    """`gc.collect`, which looks at frozen objects too where it is asked for all generations: a script that drops its model calls it for the
+    memory."""
+
+    @functools.wraps(original)
+    def collect(*args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not gc.get_freeze_count():
+            return original(*args, **kwargs)
+        gc.unfreeze()
+        try:
+            return original()
+        finally:
+            gc.freeze()
+
+    return collect
+
+
 def active(evidence: Evidence, options: Options) -> Proof:
     seen = evidence.notes.get(TECHNIQUE.id, "")
     if seen and evidence.gc_frozen:
@@ -122,8 +144,8 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     return (
-        "import gc       # after a few steps:\n"
+        f"import gc       # once, after {options.after_steps} steps:\n"
         "gc.collect()\n"
         "gc.freeze()\n"
-        f"gc.set_threshold({options.threshold}, *gc.get_threshold()[1:])"
+        f"gc.set_threshold(max({options.threshold}, gc.get_threshold()[0]), *gc.get_threshold()[1:])"
     )

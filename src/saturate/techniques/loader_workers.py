@@ -39,8 +39,10 @@ so), datasets that cannot be pickled where workers are spawned and scripts that 
 `if __name__ == "__main__":`), samplers that keep their place, and loaders of fewer than two
 batches. A loader that a dataset reads inside of a worker has none; and where forked workers fail because a dataset or its collate
 function uses CUDA, or calls the model that is being trained (to choose hard examples, say), or are ended by the kernel for want of
-memory, the training process makes the batches from there on; where the script has workers itself, it ends as it would without. Items that are computed from its parameters without a call of a module, or in workers that are spawned, are not seen,
-nor where the dataset itself catches what that raises.
+memory, the training process makes the batches from there on; where the script has workers itself, it ends as it would without. Not seen
+are items that are computed from its parameters without a call of a module, from a copy of the model that the script updates beside it (an
+average of its weights), or in workers that are spawned, nor is it where the dataset itself catches what that raises. A copy of a loader,
+or a pickled one, starts its workers anew for each pass.
 Counts respect the CPU quota, memory and /dev/shm.
 
 References
@@ -63,8 +65,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from saturate import notices
-from saturate.data import ranks
+from saturate import notices, ranks
 from saturate.data.glance import glance
 from saturate.records.facts import Evidence, Facts, LoaderFacts
 from saturate.techniques import _common, _loaders
@@ -198,6 +199,7 @@ def apply(context: Any, options: Options) -> str:
     _keep_order(context, ours)
     _begin_late(context, given_workers, waiting, over)
     _keep_passes(context, ours, given_workers, over)
+    _let_copy(context, ours)
     also = ", whatever the script chose" if options.override else ""
     return f"DataLoaders get up to {options.workers} workers{also}, persistent {options.persistent}, prefetch {options.prefetch}"
 
@@ -351,6 +353,20 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
     context.set_attribute(kind, "__iter__", iterate)
 
 
+def _let_copy(context: Any, ours: Callable[[Any], bool]) -> None:
+    """A loader is copied and pickled without the iterator that persistent workers leave on it, which cannot be. The copy has a dataset of its
+    own, by which nobody knows it: without persistent workers it draws what the script alone would."""
+    kind = context.torch.utils.data.DataLoader
+    plain = kind.__getstate__
+
+    @functools.wraps(plain)
+    def state(self: Any) -> Any:
+        found = plain(self)
+        return {**found, "_iterator": None, "persistent_workers": False} if isinstance(found, dict) and ours(self) else found
+
+    context.set_attribute(kind, "__getstate__", state)
+
+
 def _draws_alone(dataset: Any, collate_fn: Any) -> bool:
     """Whether each worker would draw the same numbers as the others: then the loader gets none, and a line on stderr says so."""
     own = _loaders.own_generator(dataset, collate_fn)
@@ -376,7 +392,7 @@ def _say_order(sampler: str) -> None:
 
 @functools.cache
 def _say_once(line: str) -> None:
-    if ranks.declared()[0] == 0:
+    if ranks.rank() == 0:
         notices.tell(f"saturate: {TECHNIQUE.id}: {line}\n")
 
 

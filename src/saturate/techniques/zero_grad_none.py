@@ -20,7 +20,8 @@ gets its zeros before the optimizer looks, so momentum and weight decay act on i
 
 How it is applied
 -----------------
-`zero_grad` of each optimizer instance is replaced, where it is that of torch. When the next backward ends (or a step begins, or
+`zero_grad` of torch's optimizers is replaced, for those that have no other, and for what wraps them and has their groups (as with
+Lightning and Fabric, whose scripts never see the optimizer itself). When the next backward ends (or a step begins, or
 its closure ends, without one), what it left out is filled with zeros; a gradient that the script itself drops after that stays
 dropped. Still zeroed in place are gradients that something else holds or that lie in a larger memory (views of one flat buffer),
 and sparse ones.
@@ -35,6 +36,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +81,11 @@ def apply(context: Any, options: Options) -> str:
         raise NotApplied("no optimizer is known")
     if not hasattr(context.torch._C, "_storage_Use_Count") or not hasattr(context.torch.Tensor, "_use_count"):
         raise NotApplied("this version of torch does not tell who else holds a gradient")
-    torch_s_own = context.torch.optim.Optimizer.zero_grad
-    optimizers = [o for o in context.optimizers if type(o).zero_grad is torch_s_own and "zero_grad" not in vars(o)]
+    kind = context.torch.optim.Optimizer
+    optimizers = [o for o in context.optimizers if type(o).zero_grad is kind.zero_grad and "zero_grad" not in vars(o)]
     if not optimizers:
         raise NotApplied(f"{type(context.optimizers[0]).__name__} has a zero_grad of its own")
-    emptied: list[Any] = []         # parameters whose gradients were dropped, and no backward has ended since
+    emptied: dict[int, weakref.ref[Any]] = {}       # by id, parameters whose gradients were dropped, and no backward has ended since
 
     def fill() -> None:
         _fill(context.torch, emptied)
@@ -94,7 +96,7 @@ def apply(context: Any, options: Options) -> str:
 
     for optimizer in optimizers:
         context.on_undo(optimizer.register_step_pre_hook(before_step).remove)
-        context.set_attribute(optimizer, "zero_grad", _dropping(context, optimizer, emptied))
+    context.set_attribute(kind, "zero_grad", _dropping(context, kind.zero_grad, list(map(weakref.ref, optimizers)), emptied))
     autograd = context.torch.autograd
     original = autograd.backward
 
@@ -109,28 +111,30 @@ def apply(context: Any, options: Options) -> str:
     return f"zero_grad of {len(optimizers)} optimizer(s) drops gradients"
 
 
-def _dropping(context: Any, optimizer: Any, emptied: list[Any]) -> Any:
-    original = optimizer.zero_grad
+def _dropping(context: Any, original: Any, ours: list[weakref.ref[Any]], emptied: dict[int, weakref.ref[Any]]) -> Any:
     pending = [True]
 
     @functools.wraps(original)
-    def zero_grad(set_to_none: bool = True) -> None:
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    def zero_grad(this: Any, set_to_none: bool = True) -> None:
+        if type(this).zero_grad is not wrapper or not any(this.param_groups is optimizer.param_groups
+                                                          for held in ours if (optimizer := held()) is not None):
+            return original(this, set_to_none)
+        own = [parameter for group in this.param_groups for parameter in group["params"]]
         if set_to_none:
-            mine = set(map(id, own))
-            emptied[:] = [parameter for parameter in emptied if id(parameter) not in mine]
-            return original(set_to_none=True)
+            for parameter in own:
+                emptied.pop(id(parameter), None)
+            return original(this, set_to_none=True)
         dropped = [parameter for parameter in own if _droppable(parameter, context.torch)]
         for parameter in dropped:
             parameter.grad = None
-        known = set(map(id, emptied))
-        emptied.extend(parameter for parameter in dropped if id(parameter) not in known)
-        original(set_to_none=False)     # the others; the user's own None stays None, as it did
+            emptied[id(parameter)] = weakref.ref(parameter)
+        original(this, set_to_none=False)       # the others; the user's own None stays None, as it did
         if dropped and pending:
             pending.clear()
             context.note(TECHNIQUE.id, f"{len(dropped)} gradients dropped instead of zeroed")
 
-    return zero_grad
+    wrapper = context.torch._disable_dynamo(zero_grad)
+    return wrapper
 
 
 def _droppable(parameter: Any, torch: Any) -> bool:
@@ -155,10 +159,11 @@ def _alone(torch: Any) -> tuple[int, int, int]:
     return _holders(parameter, torch)
 
 
-def _fill(torch: Any, emptied: list[Any]) -> None:
-    for parameter in emptied:
+def _fill(torch: Any, emptied: dict[int, weakref.ref[Any]]) -> None:
+    for held in emptied.values():
+        parameter = held()
         # With a hook of its own, a gradient may have been used and dropped already.
-        if parameter.grad is None and not parameter._post_accumulate_grad_hooks:
+        if parameter is not None and parameter.grad is None and not parameter._post_accumulate_grad_hooks:
             parameter.grad = torch.zeros_like(parameter)
     emptied.clear()
 
@@ -169,4 +174,11 @@ def active(evidence: Evidence, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    return "optimizer.zero_grad(set_to_none=True)"
+    return (
+        "had = [p for group in optimizer.param_groups for p in group[\"params\"] if p.grad is not None]\n"
+        "optimizer.zero_grad(set_to_none=True)\n"
+        "loss.backward()\n"
+        "for p in had:\n"
+        "    if p.grad is None:      # not used in this step: momentum and weight decay act on it as before\n"
+        "        p.grad = torch.zeros_like(p)"
+    )

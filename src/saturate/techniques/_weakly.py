@@ -1,0 +1,20 @@
+"""What is handed to a process that goes on (an exit, a class of torch's, the list of what is to be undone) must not hold what a training
+has left behind: a script drops its model to make room for the next."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+def weakly(method: Any) -> Callable[..., Any]:
+    """A bound method, for as long as something else holds its object: the hooks of an optimizer, say. After that a call does nothing,
+    and returns None."""
+    held = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = held()
+        return found(*args, **kwargs) if found is not None else None
+
+    return call
