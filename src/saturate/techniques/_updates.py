@@ -403,8 +403,8 @@ class Updates:
         return gradient
 
     def _zeroed(self, owned: _Owned, caller: Any, to_none: bool) -> None:
-        """Somebody zeroes a gradient that is not there. Another optimizer that does so is about to step; what wraps this one for the script,
-        as Lightning and Fabric do, has its very groups."""
+        """Somebody zeroes a gradient that is not there. Another optimizer that does so is about to step; what wraps this one for the
+        script, as Lightning and Fabric do, has its very groups."""
         foreign = (isinstance(caller, self.torch.optim.Optimizer) and id(caller) not in self.steps
                    and caller.param_groups is not owned.optimizer.param_groups)
         if foreign and not owned.updated and id(owned.optimizer) in self.stepping:

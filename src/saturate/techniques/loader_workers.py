@@ -354,8 +354,8 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
 
 
 def _let_copy(context: Any, ours: Callable[[Any], bool]) -> None:
-    """A loader is copied and pickled without the iterator that persistent workers leave on it, which cannot be. The copy has a dataset of its
-    own, by which nobody knows it: without persistent workers it draws what the script alone would."""
+    """A loader is copied and pickled without the iterator that persistent workers leave on it, which cannot be. The copy has a dataset of
+    its own, by which nobody knows it: without persistent workers it draws what the script alone would."""
     kind = context.torch.utils.data.DataLoader
     plain = kind.__getstate__
 
