@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "saturate"
 ROOMS = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
 
-#: room -> what of saturate it may import: rooms, or single modules. Its own room and `errors` are always allowed.
+#: room -> what of saturate it may import: rooms, or single modules. Its own room and what lies beside the rooms are always allowed.
 MAY_IMPORT = {
     "cli": ROOMS - {"agent"},
     "study": {"trial", "measure", "verify", "techniques", "findings", "trace", "machine", "records", "report", "checkpoints", "data"},
@@ -86,7 +86,7 @@ def breaches(room: str, path: Path) -> list[str]:
         if first == "saturate":
             target = rest.partition(".")[0]
             if target not in ROOMS or target == room:
-                continue            # saturate itself, and errors
+                continue            # saturate itself, and what lies beside the rooms
             if not any(rest == allowed or rest.startswith(f"{allowed}.") for allowed in MAY_IMPORT[room]):
                 problems.append(where)
         elif first not in sys.stdlib_module_names and first != "__future__":

@@ -20,7 +20,7 @@ SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 WATCH = """
 import sys
 from saturate.agent import trackers
-from saturate.agent.importwatch import ImportWatch
+from saturate.importwatch import ImportWatch
 sys.meta_path.insert(0, ImportWatch(trackers.callbacks()))
 """
 

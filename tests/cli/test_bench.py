@@ -52,7 +52,7 @@ class Process:
     """A candidate's process, acted: `ms` per call of a batch of one."""
 
     def __init__(self, folder, inputs, threads, ms):
-        from saturate.inference.process import WorkerFailed
+        from saturate.inference.failures import WorkerFailed
 
         rows = inputs[0].shape[0]
         if Path(folder).name == "fixed" and rows != 4:
@@ -191,7 +191,7 @@ def test_two_programs_with_other_threads_are_not_raced_as_if_they_had_the_same(c
 
 def test_a_race_that_fails_leaves_the_numbers(capsys, stored, acted, monkeypatch):
     from saturate.inference import racing
-    from saturate.inference.process import WorkerFailed
+    from saturate.inference.failures import WorkerFailed
 
     def race(*starts):
         raise WorkerFailed("timeout", "a call took longer than 600 s")

@@ -14,7 +14,8 @@ pytest.importorskip("cloudpickle", reason="the extra inference")
 
 from saturate.inference import examples  # noqa: E402 - after the check for torch
 from saturate.inference.candidates import Candidate, Part  # noqa: E402
-from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
+from saturate.inference.failures import WorkerFailed  # noqa: E402
+from saturate.inference.process import Worker  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
 from saturate.inference.techniques import aot_inductor  # noqa: E402
 

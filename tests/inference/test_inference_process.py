@@ -26,7 +26,8 @@ from process_kit import Answer, Doubles, Force, OnlyIn, Pair, Structured  # noqa
 from saturate.errors import EnvironmentProblem  # noqa: E402
 from saturate.inference import process, search  # noqa: E402
 from saturate.inference.candidates import Candidate, Part  # noqa: E402
-from saturate.inference.process import Worker, WorkerFailed  # noqa: E402
+from saturate.inference.failures import WorkerFailed  # noqa: E402
+from saturate.inference.process import Worker  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
 from saturate.inference.tried import Tried  # noqa: E402
 from saturate.inference.worker import Order, Server  # noqa: E402

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402 - after the import that decides whether to run at all
+from wrapped_optimizer import Wrapped  # noqa: E402
 
 from saturate.agent.context import Context  # noqa: E402
 from saturate.records.facts import Evidence, Facts, OptimizerFacts  # noqa: E402
@@ -282,20 +283,6 @@ def test_what_another_optimizer_has_taken_over_is_no_proof(zeroes_only):
     training.steps(2)
     assert not training.proof().active
     assert training.proof().evidence == "left to step() again: SGD, another optimizer of the script, holds the same parameters"
-
-
-class Wrapped:
-    """As Lightning (in manual optimization) and Fabric hand an optimizer to the script: of its class, with all that it has not itself."""
-
-    def __init__(self, optimizer):
-        self._optimizer = optimizer
-        self.__class__ = type("Wrapped" + type(optimizer).__name__, (type(self), type(optimizer)), {})
-
-    def step(self, closure=None):
-        return self._optimizer.step(closure)
-
-    def __getattr__(self, name):
-        return getattr(self._optimizer, name)
 
 
 @pytest.mark.parametrize("to_none", [True, False])

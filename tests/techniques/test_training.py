@@ -22,7 +22,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent.context import Context  # noqa: E402 - after the import that decides whether to run at all
+from wrapped_optimizer import Wrapped  # noqa: E402 - after the import that decides whether to run at all
+
+from saturate.agent.context import Context  # noqa: E402
 from saturate.records.facts import (  # noqa: E402
     Evidence,
     Facts,
@@ -258,20 +260,6 @@ def test_an_optimizer_with_a_zero_grad_of_its_own_is_left_alone():
         usual.zero_grad(set_to_none=False)
         assert torch.equal(own.grad, torch.zeros(2)) and other.grad is None
     context.undo()
-
-
-class Wrapped:
-    """As Lightning (in manual optimization) and Fabric hand an optimizer to the script: of its class, with all that it has not itself."""
-
-    def __init__(self, optimizer):
-        self._optimizer = optimizer
-        self.__class__ = type("Wrapped" + type(optimizer).__name__, (type(self), type(optimizer)), {})
-
-    def step(self, closure=None):
-        return self._optimizer.step(closure)
-
-    def __getattr__(self, name):
-        return getattr(self._optimizer, name)
 
 
 def test_what_wraps_an_optimizer_for_the_script_drops_gradients_too():

@@ -29,7 +29,7 @@ import json, os, sys
 if os.environ.get("TEST_REDIRECT"):
     sys.path.insert(0, os.environ["TEST_SOURCE"])
     from saturate.agent import redirect
-    from saturate.agent.importwatch import ImportWatch
+    from saturate.importwatch import ImportWatch
     redirect.install_from_plan(json.loads(os.environ["TEST_REDIRECT"]))
     sys.meta_path.insert(0, ImportWatch({"torch": redirect.on_torch, **redirect.callbacks()}))
 """

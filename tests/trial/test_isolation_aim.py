@@ -21,7 +21,7 @@ class Run:
 SCRIPT = """
     import pathlib, sys
     from saturate.agent import trackers
-    from saturate.agent.importwatch import ImportWatch
+    from saturate.importwatch import ImportWatch
     sys.meta_path.insert(0, ImportWatch(trackers.callbacks()))
     import aim
     class Own(aim.Run): pass

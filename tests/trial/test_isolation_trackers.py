@@ -61,7 +61,7 @@ def _run(fakes: Path, prelude: str) -> list[str]:
 WATCH = """
     import sys
     from saturate.agent import trackers
-    from saturate.agent.importwatch import ImportWatch
+    from saturate.importwatch import ImportWatch
     sys.meta_path.insert(0, ImportWatch(trackers.callbacks()))
 """
 

@@ -24,12 +24,12 @@ inherited: dict[str, str] = {}
 
 def rank() -> int:
     """This process's rank: what torch.distributed says, else the launcher's variable, else 0."""
-    group = _group()
+    group = ranks.group()
     return group.get_rank() if group is not None else _declared()[0]
 
 
 def world_size() -> int:
-    group = _group()
+    group = ranks.group()
     return group.get_world_size() if group is not None else _declared()[1]
 
 
@@ -37,12 +37,6 @@ def _declared() -> tuple[int, int]:
     """What the variables say where no process group exists: not yet, or because ranks speak through another library."""
     present = {name: os.environ[name] for name in ranks.VARIABLES if name in os.environ}
     return (0, 1) if present == inherited else ranks.declared()
-
-
-def _group() -> Any:
-    """torch.distributed once a process group exists (ranks made by `mp.spawn` need not set any variable)."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------

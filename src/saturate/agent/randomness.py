@@ -14,10 +14,9 @@ import random
 import sys
 import types
 import zlib
-from collections.abc import Callable
 from typing import Any
 
-from saturate.agent.importwatch import ImportWatch
+from saturate.importwatch import once_imported
 
 _COMPILER_SETTINGS = "torch._inductor.config"
 
@@ -71,7 +70,7 @@ def align(torch: Any, seed: int) -> None:
     # The compiler's cache of joint graphs names torch's functions and does not look into them: an aligned run would
     # get the graph of an ordinary one, with its dropout. Read when the compiler is imported, so later than here.
     os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
-    _once_imported(_COMPILER_SETTINGS, _draw_as_eager)
+    once_imported(_COMPILER_SETTINGS, _draw_as_eager)
     functional = torch.nn.functional
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
         setattr(functional, name, _never_drops(torch, name))
@@ -86,14 +85,6 @@ def align(torch: Any, seed: int) -> None:
     functional.scaled_dot_product_attention = without_dropout
     _no_recurrent_dropout(torch)
     _seed_each_batch(torch, seed)
-
-
-def _once_imported(name: str, callback: Callable[[Any], None]) -> None:
-    """Now, where the module is loaded; else right after its import, which takes seconds and may never come."""
-    if name in sys.modules:
-        callback(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, ImportWatch({name: callback}))
 
 
 def _draw_as_eager(settings: Any) -> None:

@@ -19,11 +19,11 @@ from saturate import notices
 from saturate.checkpoints import archive, distributed
 from saturate.checkpoints.guards import Guards, holders
 from saturate.checkpoints.host_memory import available_bytes
-from saturate.checkpoints.on_import import once_imported
 from saturate.checkpoints.own_calls import inside
 from saturate.checkpoints.staging import Recorder
 from saturate.checkpoints.target import Unsuitable
 from saturate.checkpoints.writer import Writer
+from saturate.importwatch import once_imported
 
 _local = threading.local()
 

@@ -142,7 +142,7 @@ def _row(
 ) -> BatchRow:
     from saturate.inference import artifact, examples, racing
     from saturate.inference.batches import samples
-    from saturate.inference.process import WorkerFailed
+    from saturate.inference.failures import WorkerFailed
 
     torch = artifact.require_torch()
     stored, _ = artifact.examples_of(torch, folder)[0]
@@ -200,7 +200,7 @@ def _starter(work: Path, inputs: tuple[Any, ...], threads: int, device: str) -> 
 def _measured(start: Callable[[], Any], size: int | None) -> Measured:
     """Latency and memory of one artifact; a reason where it does not run."""
     from saturate.inference import racing
-    from saturate.inference.process import WorkerFailed
+    from saturate.inference.failures import WorkerFailed
 
     try:
         with racing.lane(start) as lane:

@@ -192,11 +192,17 @@ def lines(found: Mapping[str, Any], threads: int) -> str:
         precision = str(found["float32_products"])
         statements += [f"torch.set_float32_matmul_precision({precision!r})", f"torch.backends.cudnn.allow_tf32 = {precision != 'highest'}"]
     if "attention" in found:
-        statements += [f"torch.backends.cuda.{setter}({name in (found['attention'], 'math')})" for name, setter in ATTENTION.items()]
-        if found["attention"] == "cudnn":       # only that one may come behind the plain one
-            order = f"sorted(torch._C._get_sdp_priority_order(), key=lambda one: one != {_SDP_NUMBERS['cudnn']})"
-            statements.append(f"torch._C._set_sdp_priority_order({order})")
+        statements += attention_lines(found["attention"])
     return "; ".join(statements)
+
+
+def attention_lines(backend: str) -> list[str]:
+    """Statements that have attention computed by a kernel of `ATTENTION`, with the plain one behind it."""
+    statements = [f"torch.backends.cuda.{setter}({name in (backend, 'math')})" for name, setter in ATTENTION.items()]
+    if backend == "cudnn":       # only that one may come behind the plain one
+        order = f"sorted(torch._C._get_sdp_priority_order(), key=lambda one: one != {_SDP_NUMBERS['cudnn']})"
+        statements.append(f"torch._C._set_sdp_priority_order({order})")
+    return statements
 
 
 def restore(torch: Any, found: Mapping[str, Any]) -> None:

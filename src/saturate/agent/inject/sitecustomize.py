@@ -169,7 +169,7 @@ def _watch(guest):
     if not names:
         guest.imported("", None)
         names = list(guest.callbacks) or ["torch"]
-    spec = spec_from_file_location("saturate.agent.importwatch", os.path.join(os.path.dirname(_HERE), "importwatch.py"))
+    spec = spec_from_file_location("saturate.importwatch", os.path.join(os.path.dirname(os.path.dirname(_HERE)), "importwatch.py"))
     module = module_from_spec(spec)         # not in sys.modules: there it would bring the package
     spec.loader.exec_module(module)
     watch = module.ImportWatch({})

@@ -117,5 +117,4 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    _threads, *attention = session.lines({"attention": options.backend}, 1).split("; ")
-    return "\n".join(attention)
+    return "\n".join(session.attention_lines(options.backend))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from saturate.agent.importwatch import ImportWatch
+from saturate.importwatch import ImportWatch
 
 
 @pytest.fixture

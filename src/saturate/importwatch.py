@@ -1,12 +1,21 @@
 """A callback right after an import.
 
-`inject/sitecustomize.py` runs this in every Python process below saturate, before the user's code. So it imports nothing
+`agent/inject/sitecustomize.py` runs this in every Python process below saturate, before the user's code. So it imports nothing
 that the interpreter has not loaded by itself: a script may lie beside a `json.py` or a `types.py` of its own, and what is
 loaded before it would be taken instead.
 """
 
 import sys
 from _frozen_importlib_external import PathFinder
+
+
+def once_imported(name, callback):
+    """`callback(module)`: now, where the module is loaded; else right after its import, which may take seconds, and never come. What
+    the callback raises, whoever imports the module is raised."""
+    if name in sys.modules:
+        callback(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, ImportWatch({name: callback}))
 
 
 class ImportWatch:
