@@ -243,6 +243,23 @@ def active(evidence, options):
     "crashes": ("exact", "model", '''
     os.abort()
 ''', ""),
+    "never_starts": ("exact", "model", '''
+    while True:
+        print("compiling", flush=True)
+        time.sleep(0.1)
+''', ""),
+    "stops_later": ("exact", "model", '''
+    done = [0]
+    def wait(optimizer, args, kwargs):
+        done[0] += 1
+        time.sleep(600 if done[0] == 8 else 0)
+    context.on_undo(context.optimizers[0].register_step_post_hook(wait).remove)
+''', ""),
+    "crawls": ("exact", "model", '''
+    def wait(optimizer, args, kwargs):
+        time.sleep(0.5)
+    context.on_undo(context.optimizers[0].register_step_post_hook(wait).remove)
+''', ""),
 }
 
 

@@ -112,6 +112,29 @@ def test_a_gain_that_the_final_race_did_not_confirm_is_no_gain(names, gain, inte
     assert search.kept == () and all((f.fate, f.gain, f.gain_ci) == ("no_difference", gain, interval) for f in search.fates.values())
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_final_race_that_the_budget_ends_takes_nothing_back(alone, monkeypatch):
+    """Where the race in which the set was found says it all, that is what is known of it; else nothing was confirmed."""
+    def race(racer, before, kept, end, say):
+        ended = TrialEnded(Outcome("not_in_time", "the budget was over"))
+        ended.side = "a"
+        raise ended
+
+    monkeypatch.setattr(tune, "_final_race", race)
+    names = ("one",) if alone else ("one", "two")
+    kept = tuple(SimpleNamespace(id=name, label=lambda name=name: name, module=None, options_dict=dict) for name in names)
+    found = raced(pairs=1, low=0.2)
+    found.decision, found.record = SimpleNamespace(verdict="faster"), SimpleNamespace(a=[], b=["one"])
+    stairs = [((one,), found) for one in kept]
+    search = Search({}, None, None, None, 0.0, print, kept=kept, stairs=stairs, fates={one.id: Fate("kept", "", one, 0.3, (0.2, 0.4)) for one in kept})
+    study = SimpleNamespace(search=search, starved="", notes=[], deviated="", say=lambda line: None, store=SimpleNamespace(answer=lambda question: None))
+    tune._confirm(study, SimpleNamespace(bench=None), math.inf)
+    if alone:
+        assert study.final is found and search.kept == kept and "the budget had ended" in study.notes[0]
+    else:
+        assert search.kept == () and {fate.fate for fate in search.fates.values()} == {"inconclusive"} and "came to no end" in study.notes[0]
+
+
 def test_a_report_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

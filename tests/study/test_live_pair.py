@@ -19,6 +19,7 @@ from saturate.study import baseline
 from saturate.study import bench as benches
 from saturate.study.bench import Bench, Pace, timed_losses
 from saturate.study.candidates import Candidate
+from saturate.study.fates import of_end
 from saturate.study.store import Store
 from saturate.study.verification import Run, Verifier
 from saturate.techniques import _registry
@@ -180,6 +181,41 @@ def test_who_has_trained_once_is_waited_for_as_long_as_it_shows_life(bench: Benc
         bench._trains = False           # a study that is resumed
         Verifier(bench).series(Run())
     assert asked == [math.inf]
+
+
+@pytest.mark.parametrize(("name", "alone"), [("never_starts", True), ("stops_later", True), ("crawls", False)])
+def test_a_candidate_is_waited_for_no_longer_than_the_budget(
+    name: str, alone: bool, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen: one that compiled for minutes, in a study of two; nothing but `--timeout` ended it. Neither what it prints nor the updates
+    that it records make the budget longer."""
+    monkeypatch.setattr(benches, "LEAST_WAIT_S", 1.0)
+    techniques = (candidate(tmp_path, name),)
+    bench.ends = time.monotonic() + 9.0
+    bench.pace = Pace(0.001, 0.5, crowded=False)
+    with pytest.raises(TrialEnded) as ended:
+        bench.live("screen", techniques) if alone else Verifier(bench).series(Run(techniques))
+    assert ended.value.outcome.kind == "not_in_time" and "the budget was over" in ended.value.outcome.reason
+    assert bench.ends <= time.monotonic() < bench.ends + 15.0 and not bench.living
+    assert of_end(ended.value, ())[0] == "inconclusive"
+
+
+def test_what_takes_as_long_as_it_did_is_waited_for_though_the_budget_is_over(bench: Bench, tmp_path: Path) -> None:
+    techniques = (candidate(tmp_path, "waits_less"),)
+    bench.finish_live(bench.live("screen", techniques))
+    bench.ends = time.monotonic() - 60.0
+    bench.finish_live(bench.live("once more", techniques))
+    Verifier(bench).series(Run(techniques))
+    known = [trial["startup_s"] for trial in bench.store.trials() if trial.get("startup_s")]
+    assert bench._patience(techniques, None) == {"until": bench.ends, "least_s": max(30.0, 4 * (max(2.0, *known) + 0.005))}
+
+
+def test_the_reference_is_waited_for(bench: Bench, tmp_path: Path) -> None:
+    bench.ends = time.monotonic() - 60.0
+    bench.reference = (candidate(tmp_path, "waits_less"),)
+    trial = bench.start("fits", bench.reference)
+    assert trial.spec.until == math.inf
+    bench.abandon(trial, bench.reference)
 
 
 RUNS = (Run(), Run(repetition=1), Run(perturb=1e-3))

@@ -277,6 +277,25 @@ def test_a_pair_that_was_not_counted_to_its_end_is_measured_again(tmp_path, whol
     assert again.store.rounds(question)[:whole] == before[:whole], "a whole pair stays"
 
 
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_pair_that_the_budget_ends_leaves_what_the_others_say(tmp_path, whole):
+    class Late(Process):
+        def run_block(self, skip, steps, cpus=()):
+            if self.left == 0:
+                raise TrialEnded(Outcome("not_in_time", "the budget was over"))
+            return super().run_block(skip, steps, cpus)
+
+    limits, question = Limits(max_pairs=3, min_rounds=6, max_rounds=6), f"q | {racing.key(())} | {racing.key(())}"
+    bench = Bench(scatter=0.001, blocks=[10_000] * (2 * whole + 1) + [3], process=Late)
+    bench.store = stores.Store(tmp_path)
+    if whole:
+        assert [len(pair) for pair in run(bench, limits, min_pairs=3).pairs] == [6]
+    else:
+        with pytest.raises(TrialEnded):
+            run(bench, limits, min_pairs=3)
+    assert [len(pair) for pair in bench.store.rounds(question)] == [6] * whole, "what was cut short is no measurement"
+
+
 def live(step_ms, workers=0, device="cpu"):
     loaders = [SimpleNamespace(num_workers=workers, prefetch_factor=2)] if workers else []
     return SimpleNamespace(step_ms=step_ms, evidence=SimpleNamespace(loaders=loaders), hello={"device": device})

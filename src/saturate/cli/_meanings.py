@@ -48,7 +48,8 @@ TRIAL_OUTCOMES = {
     "never_trained": "The command ended normally without one training step. Check that its arguments make it train.",
     "no_step": "It trains, but what repeats could not be recognised as a step. Say what ends one: --step backward:N or --step optimizer:N. A "
                "script that replays a CUDA graph of whole steps must be run without.",
-    "not_in_time": "Its first step did not come within the budget. A longer --budget waits for it.",
+    "not_in_time": "It had not come to its first step, or with a technique not to where it is measured, when the budget was over. A longer "
+                   "--budget waits for it.",
     "several_trainings": "Several of its processes train independently of each other. Give saturate the command of one of them.",
     "ranks_apart": "Some of its ranks came to the end of a step, and others did not: they run on another node, do not train, have no batch left "
                    "(torch's Join), or wait for something. The reason names them. Several nodes and Join are not supported.",

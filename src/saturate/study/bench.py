@@ -38,6 +38,10 @@ SPINNING, FIRST_STEPS = 8, 5
 #: A first step is waited for at least this long, however small the budget.
 LEAST_PATIENCE_S = 60.0
 
+#: A process with techniques that stands at no gate is waited for until the budget is over, but for at least this long, and so many times
+#: what a start and a verification run of the baseline take: what was begun in time should not be lost to the last seconds.
+LEAST_WAIT_S, WAITED_FOR = 30.0, 4
+
 #: When it is said that a first step is still waited for, and how often then.
 FIRST_WORD_S, NEXT_WORD_S = 30.0, 120.0
 
@@ -121,6 +125,8 @@ class Bench:
         self.budget_s = budget_s
         self.peaks = Peaks(store, limit_bytes)
         self.longest_step_s = math.inf                  # where the budget does not hold a verification run of such steps
+        self.ends = math.inf                            # when the budget is over (time.monotonic)
+        self.reference: Set = ()                        # what everything is compared with: without it there is no study
         self.starved = False                            # the baseline itself runs out of memory
         self.say = say
         self.step: dict[str, Any] | None = None         # the baseline's motif, once known: what a step is may not change
@@ -169,6 +175,7 @@ class Bench:
             step=self.step, capture=capture, cage=plan.to_json(), redirect=plan.redirect, environment=plan.environment,
             plan={**self.agent_plan, **self._memory_plan(run_dir, techniques, capture is not None)},
             limit_bytes=self.peaks.allowed(techniques) if capture is None else None,
+            **(self._patience(techniques, capture) if techniques != self.reference else {}),
         )
         try:
             trial = Trial(self.workload, spec)
@@ -178,6 +185,14 @@ class Bench:
         self._plans[identity], self._sets[identity] = plan, techniques
         self.living.append(trial)
         return trial
+
+    def _patience(self, techniques: Set, capture: dict[str, Any] | None) -> dict[str, float]:
+        """How long a process of a candidate is waited for. What such a one takes to start is known where one has."""
+        labels = [c.label() for c in techniques]
+        started = [trial["startup_s"] for trial in self.store.trials() if trial["techniques"] == labels and trial.get("startup_s")]
+        steps = capture["updates"] if capture else FIRST_STEPS
+        pace = self.pace or Pace(0.0, 0.0, crowded=False)
+        return {"until": self.ends, "least_s": max(LEAST_WAIT_S, WAITED_FOR * (max([pace.startup_s, *started]) + steps * pace.step_s))}
 
     def ready(self, purpose: str, techniques: Set, capture: dict[str, Any] | None = None,
               started: Trial | None = None) -> tuple[Trial, dict[str, Any]]:

@@ -157,7 +157,12 @@ class Racer:
                and (decision.action != "stop" or len(pairs) < least)
                and (len(pairs) == cut_short or time.monotonic() < deadline)):
             # Pairs of processes that are gone get no more rounds: a resumed race goes on with a fresh pair.
-            self._pair(full_question, a, b, pairs, times, limits, deadline, share_base and len(pairs) == cut_short, between_sd)
+            try:
+                self._pair(full_question, a, b, pairs, times, limits, deadline, share_base and len(pairs) == cut_short, between_sd)
+            except TrialEnded as ended:
+                if ended.outcome.kind != "not_in_time" or not _usable(pairs):
+                    raise
+                break           # as when the deadline had passed before it
             decision = self._decide(pairs, limits, between_sd)
         self.bench.store.set_answer(finished, True)
         if decision.action != "stop":

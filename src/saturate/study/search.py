@@ -460,7 +460,7 @@ class Search:
         try:
             result = self.racer.run(question, a, b, limits, self.deadline if until is None else until, share_base, min_pairs)
         except TrialEnded as ended:
-            if ended.side == "a" and a == self.base and ended.outcome.kind != "too_short":
+            if ended.side == "a" and a == self.base and ended.outcome.kind not in ("too_short", "not_in_time"):
                 raise
             fate, reason = of_end(ended, a)
             if len(asked) == 1:
@@ -479,7 +479,8 @@ class Search:
         try:
             return crowding.verify(self.verifier, self.racer, techniques)
         except TrialEnded as ended:
-            fate, reason = of_end(ended, self.verifier.reference) if ended.side == "a" else ("failed", how(ended))
+            says_nothing = ended.side == "a" or ended.outcome.kind == "not_in_time"
+            fate, reason = of_end(ended, self.verifier.reference) if says_nothing else ("failed", how(ended))
             if candidate is not None:
                 self.settle(candidate, fate, f"in verification: {reason}")
             else:

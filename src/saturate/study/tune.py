@@ -191,6 +191,7 @@ def _measure(study: Study, bench: Bench) -> None:
     request = study.request
     used = sum(seconds for name, seconds in study.store.phases() if name == "total")
     end = study.started + max(request.budget_s - used, 0.3 * request.budget_s)
+    bench.ends = end
     if study.on_end is not None:
         study.on_end(end)
 
@@ -226,7 +227,7 @@ def _measure(study: Study, bench: Bench) -> None:
             study.say(study.refusal)
             return
     if study.starved:
-        verifier.reference = search.base
+        verifier.reference = bench.reference = search.base
         if not _is_measurable(study, verifier, racer, search.base, end):
             study.notes.append(f"nothing was added to what was needed to fit: {study.refusal}")
             study.refusal = None
@@ -362,25 +363,16 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     kept = study.search.kept
     before = study.search.base if study.starved else ()
     study.say("confirm: " + " + ".join(c.label() for c in kept))
-    won = _won(study.search.stairs, before, kept) if time.monotonic() >= end else None
+    found = _won(study.search.stairs, before, kept)
+    won = found if time.monotonic() >= end else None
     racer.on_pair = partial(baseline.observe_raced, study)
     try:
         study.final = won or _final_race(racer, before, kept, end, study.say)
     except TrialEnded as ended:
-        if ended.outcome.kind == "too_short":
-            study.notes.append(f"the last race has too few rounds: {ended.outcome.reason}; {ended.outcome.remedy}")
-            study.say(f"  {study.notes[-1]}")
-            _drop(study, kept, "inconclusive", ended.outcome.reason)
+        if ended.outcome.kind != "not_in_time" or found is None:
+            _not_confirmed(study, before, kept, ended)
             return
-        if ended.side == "a":
-            raise failed_again(ended) from ended
-        fate, reason = of_end(ended, before)
-        otherwise = fate == "rejected_numerics"
-        study.deviated = reason if otherwise else ""
-        study.notes.append(f"the final set {'trained otherwise' if otherwise else 'failed'} in its last race: {ended.outcome.reason}")
-        study.say(f"  {study.notes[-1]}")
-        _drop(study, kept, fate, ended.outcome.reason)
-        return
+        study.final = won = found
     finally:
         racer.on_pair = None
     low, high = study.final.gain_ci or (0.0, 0.0)
@@ -400,6 +392,23 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     study.tuned = (study.store.answer(baseline.tuned_question(kept)) or {}) if won is not None else baseline.observe_tuned(study, racer.bench, kept)
     remarks = [(candidate.id, getattr(candidate.module, "REMARK", "")) for candidate in kept]
     study.notes.extend(f"{identity}: {remark}" for identity, remark in remarks if remark)
+
+
+def _not_confirmed(study: Study, before: Set, kept: Set, ended: TrialEnded) -> None:
+    """Keep nothing, because the last race did not come to its end. Raises where what was there before does not run any more."""
+    kind, reason = ended.outcome.kind, ended.outcome.reason
+    if kind == "too_short":
+        study.notes.append(f"the last race has too few rounds: {reason}; {ended.outcome.remedy}")
+        fate = "inconclusive"
+    elif ended.side == "a" and kind != "not_in_time":
+        raise failed_again(ended) from ended
+    else:
+        fate, why = of_end(ended, before)
+        study.deviated = why if fate == "rejected_numerics" else ""
+        how = {"rejected_numerics": "trained otherwise", "inconclusive": "came to no end"}.get(fate, "failed")
+        study.notes.append(f"the final set {how} in its last race: {reason}")
+    study.say(f"  {study.notes[-1]}")
+    _drop(study, kept, fate, reason)
 
 
 def _won(stairs: list[tuple[Set, Result]], before: Set, kept: Set) -> Result | None:

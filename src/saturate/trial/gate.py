@@ -7,6 +7,7 @@ must carry the trial's token, and anything that does not parse ends the connecti
 from __future__ import annotations
 
 import json
+import math
 import select
 import socket
 import struct
@@ -117,26 +118,26 @@ class GateServer:
         return sorted(((r, r.hello) for r in self.ranks if r.hello), key=lambda pair: pair[1]["rank"])
 
     def wait_gates(self, timeout_s: float, alive: Any, sign_of_life: Any = lambda: None, longest_s: float = 0.0,
-                   progress: Any = lambda: None) -> list[dict[str, Any]]:
+                   progress: Any = lambda: None, until: float = math.inf) -> list[dict[str, Any]]:
         """The `gate` message of every rank, rank 0 first, once all stand at the gate.
 
         `alive()` is asked now and then; when it is false and nothing is left to read, GateClosed is raised. GateTimeout is
         raised after `timeout_s` in which neither `sign_of_life()` nor `progress()` changed, or after `longest_s` in which the
-        latter did not: who talks may do nothing else. It is RanksApart where some have come.
+        latter did not: who talks may do nothing else; at `until` (time.monotonic) in any case. It is RanksApart where some have come.
         """
         waiting: dict[int, dict[str, Any]] = {}
         began = time.monotonic()
-        deadline, sign, reached = Deadline(began + timeout_s, _LATE_S), sign_of_life(), progress()
+        deadline, sign, reached = Deadline(min(began + timeout_s, until), _LATE_S), sign_of_life(), progress()
         while True:
             try:
                 received = self._receive(deadline, alive)
             except GateTimeout:
                 now, before, sign = time.monotonic(), sign, sign_of_life()
-                if (seen := progress()) != reached:
+                if now < until and (seen := progress()) != reached:
                     began, reached = now, seen
-                elif sign == before or now - began >= longest_s:
+                elif sign == before or now - began >= longest_s or now >= until:
                     raise self._apart(waiting) from None
-                deadline = Deadline(now + timeout_s, _LATE_S)
+                deadline = Deadline(min(now + timeout_s, until), _LATE_S)
                 continue
             for rank, message in received:
                 if message["at"] == "gate":

@@ -38,7 +38,7 @@ KINDS = {
     "too_short": "ended normally before enough steps were seen",
     "never_trained": "ended normally without a training step",
     "no_step": "it trains, but no step was recognised",
-    "not_in_time": "its first step did not come within the budget",
+    "not_in_time": "what it was to do was not done within the budget",
     "several_trainings": "several of its processes train independently of each other",
     "ranks_apart": "some of its ranks came to the end of a step, and others did not",
     "no_agent": "the agent never woke up",
@@ -204,6 +204,17 @@ def stalled(timeout_s: float, greeted: bool, printed: bool, injectable: str | No
     return Outcome("hung", f"{seen} no training step was seen for {timeout_s:.0f} s or more",
                    "see what it waits for, and check that it trains with PyTorch and that Python is started with PYTHONPATH "
                    "kept; if it only needs long before its first step, give it more time with --timeout")
+
+
+def late(patience_s: float, in_study: bool) -> Outcome:
+    """Name a workload that had to be ended because the budget was over before it came to the gate. `in_study`: it is known that it
+    trains, and what it does is compared."""
+    if in_study:
+        return Outcome("not_in_time", f"after {patience_s:.0f} s it had not come to where it is measured, and the budget was over",
+                       "give it a longer --budget")
+    return Outcome("not_in_time", f"no training step was seen in the {patience_s:.0f} s that the budget gives its start",
+                   "give it a longer --budget, or a configuration that starts sooner; a loop that uses "
+                   "torch.func, torch.autograd.grad or torch.distributed.autograd alone, without loss.backward(), is not followed")
 
 
 def apart(timeout_s: float, standing: list[int], missing: list[int]) -> Outcome:

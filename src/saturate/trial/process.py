@@ -31,7 +31,7 @@ from saturate.trial.gate import (
     StartedElsewhere,
 )
 from saturate.trial.layers import SUPERVISE
-from saturate.trial.outcome import ELSEWHERE, Outcome, apart, classify, stalled, unseen
+from saturate.trial.outcome import ELSEWHERE, Outcome, apart, classify, late, stalled, unseen
 
 #: A workload that keeps printing (tokenising, downloading) is not hung, but it is not waited for longer than this many
 #: times the silence that would be a hang.
@@ -80,6 +80,8 @@ class TrialSpec:
     environment: dict[str, str] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)      # more for the agent's plan: see `agent.bootstrap.start`
     limit_bytes: int | None = None           # a trial whose peak is above it is ended: "over_limit"
+    until: float = math.inf                  # time.monotonic: by then it is at a gate again, or it is ended: "not_in_time"
+    least_s: float = 0.0                     # but for so long it is waited for in any case
 
 
 @dataclass(frozen=True)
@@ -250,22 +252,19 @@ class Trial:
     def _wait_gate(self, patience_s: float = math.inf, expected_s: float = 0.0) -> list[dict[str, Any]]:
         """`expected_s`: what the steps until then take as far as is known; only what comes on top of it is a silence that tells."""
         began, steps_s = time.monotonic(), SLOWER * expected_s
-        silence = min(steps_s + self.workload.timeout_s, patience_s)
-        longest = min(steps_s + PATIENCE * self.workload.timeout_s, patience_s)
+        until = min(began + patience_s, max(self.spec.until, began + self.spec.least_s + steps_s))
+        longest_silence, longest = steps_s + self.workload.timeout_s, steps_s + PATIENCE * self.workload.timeout_s
 
         def wait() -> list[dict[str, Any]]:
             try:
-                return self.server.wait_gates(silence, self._may_come, self._printed, longest, self._recorded)
-            except RanksApart:
-                raise
-            except GateTimeout:
-                if time.monotonic() - began < patience_s:
+                return self.server.wait_gates(longest_silence, self._may_come, self._printed, longest, self._recorded, until)
+            except GateTimeout as silence:
+                in_study = self.spec.until < math.inf       # else it is the first of all, whose ranks stand apart for a reason of their own
+                if time.monotonic() < until or (isinstance(silence, RanksApart) and not in_study):
                     raise
-                raise self.end(Outcome("not_in_time", f"no training step was seen in the {patience_s:.0f} s that the budget gives its start",
-                                       "give it a longer --budget, or a configuration that starts sooner; a loop that uses "
-                                       "torch.func, torch.autograd.grad or torch.distributed.autograd alone, without loss.backward(), is not followed")) from None
+                raise self.end(late(until - began, in_study)) from None
 
-        gates = self._guarded(wait, silence)
+        gates = self._guarded(wait, min(longest_silence, until - began))
         self.gates = gates
         self.counts, self.sample = gates[0]["counts"], gates[0]["sample"]
         self.losses += gates[0]["losses"]
