@@ -352,6 +352,50 @@ def test_what_stands_beside_a_text_of_another_length_is_looked_at():
     assert found.problem is None and found.agreement_db == pytest.approx(40, abs=0.1)
 
 
+def found(*counts: int, seed: int = 3):
+    """Answers of a detector to one image each: boxes, and their classes."""
+    return [[torch.rand(count, 4, generator=seeded(seed + count)), torch.ones(count, dtype=torch.int64)] for count in counts]
+
+
+IMAGES = [(torch.zeros(1, 3, 8, 8),)] * 4
+
+
+def test_what_a_detector_finds_is_counted_where_its_inputs_have_one_shape():
+    assert guards.counted(IMAGES, found(9, 40, 40, 31)) == {0, 1}
+    assert guards.counted(IMAGES, found(9, 9, 9, 9)) == frozenset()
+    # Longer inputs have longer answers, and so have texts of other lengths; neither is a matter of how much was found.
+    assert guards.counted([(torch.zeros(1, size),) for size in (9, 12)], found(9, 12)) == frozenset()
+    assert guards.counted(IMAGES[:2], [[torch.ones(2, 9).long()], [torch.ones(2, 12).long()]]) == frozenset()
+    assert guards.counted(IMAGES[:2], [[torch.ones(9, 4)], [torch.ones(9, 5)]]) == frozenset()
+
+
+@pytest.mark.parametrize(("counts", "numerics", "says"), [
+    ((9, 40, 40, 31), "precision", None),
+    ((10, 38, 41, 31), "precision", None),              # a box more, two boxes less: the check says whether that matters
+    ((9, 40, 41, 31), "reordering", "has the shape (41, 4)"),
+    ((0, 0, 0, 0), "precision", "hold 0 entries on the inputs, the baseline's 240"),
+    ((30, 90, 90, 80), "precision", "hold 580 entries"),
+])
+def test_a_detector_may_find_one_more_or_less_with_other_numbers(counts, numerics, says):
+    """Such candidates were rejected for the shape of their output before the check was asked."""
+    own = found(9, 40, 40, 31)
+    seen = examine(torch, own, found(*counts), numerics=numerics, counted=guards.counted(IMAGES, own))
+    assert says is None and seen.problem is None or says in (seen.problem or "")
+
+
+def test_what_cannot_be_compared_row_by_row_does_not_agree():
+    own = found(9, 40, 40, 31)
+    other = examine(torch, own, found(10, 41, 41, 32), numerics="precision", counted={0, 1})
+    assert other.problem is None and other.agreement_db is None
+    one = examine(torch, own, found(9, 41, 41, 32), numerics="precision", counted={0, 1})
+    assert one.agreement_db == guards.IDENTICAL_DB      # of the answers that have as many
+
+
+def test_other_columns_are_another_structure_whatever_is_counted():
+    other = [[boxes[:, :3], classes] for boxes, classes in found(9, 41)]
+    assert "has the shape (9, 3)" in (examine(torch, found(9, 40), other, numerics="precision", counted={0, 1}).problem or "")
+
+
 def test_sparse_answers_are_compared_as_dense_ones():
     scores, chosen = torch.eye(4), torch.eye(4).long()
     given = [[scores.to_sparse(), chosen.to_sparse()]]
@@ -382,3 +426,10 @@ def test_fractions_inside_of_containers_are_moved_as_well():
     assert (moved[0][0]["x"] - 1).abs().max() == torch.finfo(torch.float32).eps and moved[0][1] is None
     assert torch.equal(moved[0][2][0], torch.arange(2)) and torch.equal(inputs[0][0]["x"], torch.ones(3))
     assert guards.perturbed(torch, [({"x": torch.arange(2)},)]) is None
+
+
+def test_of_answers_of_another_length_those_that_are_no_numbers_are_seen():
+    own, other = found(9, 40), found(10, 41)
+    assert examine(torch, own, other, numerics="precision", counted={0, 1}).problem is None
+    other[1][0][3] = float("nan")
+    assert "4 values in tensor 0 of its output on batch 1 are not finite" in (examine(torch, own, other, numerics="precision", counted={0, 1}).problem or "")

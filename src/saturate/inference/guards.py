@@ -7,7 +7,7 @@ signal-to-noise ratio of a candidate's output against the baseline's, in decibel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from math import inf, isfinite, log10
 from typing import Any, Literal
@@ -55,7 +55,8 @@ TIES, ONE_OF = 0.001, 100
 #: one, where either is negative or larger than this, are no tie.
 _MOST_ENTRIES = 2**24
 
-#: Generated text is as long as the baseline's, or it only looks fast (as in the rules of MLPerf Inference).
+#: Generated text is as long as the baseline's, or it only looks fast (as in the rules of MLPerf Inference); and what a detector finds is
+#: as much.
 LENGTHS = (0.9, 1.1)
 
 #: A number of at least the first size that occurs again and again in a tensor stands for "masked", and one of at least the
@@ -91,27 +92,33 @@ class Behaviour:
 
 
 def examine(torch: Any, baseline: Batches, candidate: Batches, *, numerics: str, precision: str = "float32",
-            again: Batches | None = None, twin: Batches | None = None, generates: bool = False, spare: int = 0) -> Behaviour:
+            again: Batches | None = None, twin: Batches | None = None, generates: bool = False, spare: int = 0,
+            counted: Set[int] = frozenset()) -> Behaviour:
     """Compare a candidate's outputs with the baseline's on the same batches.
 
     numerics: what the candidate promises; "exact" and "reordering" are held to it. precision: the coarsest floating-point
     format that the baseline computes in, or `TF32`. again: the baseline's outputs a second time. twin: those on `perturbed` inputs.
     generates: integer outputs of two dimensions are generated text. spare: so many ties are allowed in any case, however few
-    whole numbers there are.
+    whole numbers there are. counted: the places of tensors that are as long as there is something to tell (`counted`): other
+    numbers may find more or less.
     """
-    other = _structure(baseline, candidate)
+    lossless = numerics in ("exact", "reordering")
+    counted = frozenset() if lossless else counted
+    other = _structure(baseline, candidate, counted)
     if other is not None:
         return Behaviour((Finding("structure", False, other),))
     findings = [Finding("structure", True, "the same tensors, shapes and kinds of numbers")]
-    if generates or _lengths_differ(baseline, candidate):
+    if counted:
+        findings.append(_count(baseline, candidate, counted))
+    if generates or _lengths_differ(baseline, candidate, counted):
         findings.append(_length(baseline, candidate))
-    findings.append(_finite(torch, baseline, candidate, shorter=numerics not in ("exact", "reordering")))
+    findings.append(_finite(torch, baseline, candidate, shorter=not lossless))
     levels = _levels(torch, baseline, candidate)
-    if numerics in ("exact", "reordering"):
+    if lossless:
         own = _comparable(torch, baseline, again), _comparable(torch, baseline, twin)
         limits = [_least(numerics, precision, place, *own) for place in range(len(levels))]
         findings.append(_promise(numerics, levels, limits, [_ties(place, level, spare, *own) for place, level in enumerate(levels)]))
-    agreement_db = min((level.decibels for level in levels if not level.whole), default=None)
+    agreement_db = min((level.decibels for level in levels if not level.whole and (level.count or not counted)), default=None)
     if agreement_db is not None:
         agreement_db = max(-IDENTICAL_DB, min(agreement_db, IDENTICAL_DB))
     return Behaviour(tuple(findings), agreement_db, flip_rate(baseline, candidate))
@@ -128,6 +135,22 @@ def repeats(torch: Any, once: Batches, again: Batches) -> Finding:
         shown = f"agree to {worst:.0f} dB only" if worst < REPEATS_DB else f"differ in {changed:.0%} of the whole numbers"
         return Finding("determinism", False, f"it is random: two runs on the same input {shown}")
     return Finding("determinism", True, f"two runs agree to {min(worst, IDENTICAL_DB):.0f} dB")
+
+
+def counted(inputs: Sequence[tuple[Any, ...]], outputs: Batches) -> frozenset[int]:
+    """The places of output tensors whose length is a matter of what is in the input, as that of a detector's boxes: inputs of the same
+    shapes have answers that differ in their first dimension and in no other."""
+    places: set[int] = set()
+    first: dict[Any, Sequence[Any]] = {}
+    for batch, answer in zip(inputs, outputs):
+        known = first.setdefault(tuple(tuple(tensor.shape) for tensor in samples.tensors(batch)), answer)
+        if len(known) == len(answer):
+            places.update(place for place, (one, two) in enumerate(zip(known, answer)) if one.shape != two.shape and _rows_differ(one, two))
+    return frozenset(places)
+
+
+def _rows_differ(one: Any, two: Any) -> bool:
+    return bool(one.dim() == two.dim() >= 1 and one.shape[1:] == two.shape[1:] and not _text(one, two))
 
 
 def missing(outputs: Batches) -> float:
@@ -243,7 +266,8 @@ def _levels(torch: Any, baseline: Batches, candidate: Batches) -> list[_Level]:
         for place, (wanted, got) in enumerate(zip(one, two)):
             if place == len(levels):
                 levels.append(_Level(_kind(wanted) == "whole"))
-            _add(torch, levels[place], wanted, got)
+            if wanted.shape == got.shape or _text(wanted, got):     # else there is no telling which row is which
+                _add(torch, levels[place], wanted, got)
     return levels
 
 
@@ -312,8 +336,9 @@ def _kind(tensor: Any) -> str:
     return "complex" if tensor.is_complex() else "fractions" if tensor.is_floating_point() else "whole"
 
 
-def _structure(baseline: Batches, candidate: Batches) -> str | None:
-    """How the candidate's tensors differ from the baseline's in number, kind or shape (but for the length of texts)."""
+def _structure(baseline: Batches, candidate: Batches, counted: Set[int] = frozenset()) -> str | None:
+    """How the candidate's tensors differ from the baseline's in number, kind or shape (but for the length of texts, and of what is
+    `counted`)."""
     if len(baseline) != len(candidate):
         return f"it answered {len(candidate)} of {len(baseline)} batches"
     for one, two in zip(baseline, candidate):
@@ -322,7 +347,7 @@ def _structure(baseline: Batches, candidate: Batches) -> str | None:
         for place, (wanted, got) in enumerate(zip(one, two)):
             if wanted.dtype.is_floating_point != got.dtype.is_floating_point or wanted.is_complex() != got.is_complex():
                 return f"tensor {place} of its output is {_name(got)}, the baseline's is {_name(wanted)}"
-            if wanted.shape != got.shape and not _text(wanted, got):
+            if wanted.shape != got.shape and not _text(wanted, got) and not (place in counted and _rows_differ(wanted, got)):
                 return f"tensor {place} of its output has the shape {tuple(got.shape)}, the baseline's {tuple(wanted.shape)}"
     return None
 
@@ -336,12 +361,17 @@ def _text(wanted: Any, got: Any) -> bool:
     return _kind(wanted) == "whole" and wanted.dim() == got.dim() == 2 and wanted.shape[0] == got.shape[0]
 
 
-def _same_shapes(one: Iterable[Any], two: Iterable[Any]) -> bool:
-    return all(wanted.shape == got.shape for wanted, got in zip(one, two))
+def _lengths_differ(baseline: Batches, candidate: Batches, counted: Set[int] = frozenset()) -> bool:
+    """Of anything but what is `counted`."""
+    return any(wanted.shape != got.shape for one, two in zip(baseline, candidate)
+               for place, (wanted, got) in enumerate(zip(one, two)) if place not in counted)
 
 
-def _lengths_differ(baseline: Batches, candidate: Batches) -> bool:
-    return not all(map(_same_shapes, baseline, candidate))
+def _count(baseline: Batches, candidate: Batches, counted: Set[int]) -> Finding:
+    wanted, got = (sum(len(answer[place]) for answer in answers for place in counted) for answers in (baseline, candidate))
+    chance = 2 * wanted ** 0.5 + 1          # of a few, one more or less is no tenth
+    passed = LENGTHS[0] * wanted - chance <= got <= LENGTHS[1] * wanted + chance
+    return Finding("length", passed, f"its answers hold {got} entries on the inputs, the baseline's {wanted}")
 
 
 def _length(baseline: Batches, candidate: Batches) -> Finding:
@@ -367,8 +397,9 @@ def _finite(torch: Any, baseline: Batches, candidate: Batches, *, shorter: bool)
             if _kind(wanted) == "whole":
                 continue
             wanted, got = _wide(torch, wanted), _wide(torch, got)
-            lost = wanted.isfinite() & ~got.isfinite()
-            if shorter:
+            same = wanted.shape == got.shape
+            lost = (wanted.isfinite() if same else wanted.isfinite().all()) & ~got.isfinite()
+            if shorter and same:
                 lost &= ~_overflown(_masked(torch, wanted), wanted, got)
             if broken := int(lost.sum()):
                 return Finding("finite", False, f"{broken} values in tensor {place} of its output on batch {number} are not "

@@ -79,6 +79,7 @@ class Lab:
     check: Callable[..., Any] | None = None
     facts: ModelFacts | None = None
     reference: list[list[Any]] = field(default_factory=list)    # the baseline's outputs
+    counted: frozenset[int] = frozenset()                       # which of them are as long as there is something to tell
     again: list[list[Any]] | None = None                        # the same, a second time
     own_bytes: int | None = None                                # the memory of serving the model itself; None: not known
     twin: list[list[Any]] | None = None                         # on inputs that are one rounding away
@@ -203,7 +204,7 @@ class Lab:
         """How its outputs compare with the baseline's, and with each other where the model is not random."""
         torch, facts = self._torch(), self.facts
         found = guards.examine(torch, self.reference, worker.outputs(), numerics=candidate.numerics, precision=self.precision(),
-                               again=self.again, twin=self.twin, generates=bool(facts and facts.generates))
+                               again=self.again, twin=self.twin, generates=bool(facts and facts.generates), counted=self.counted)
         if found.problem is not None or facts is None or facts.random:
             return found
         return dataclasses.replace(found, findings=(*found.findings, guards.repeats(torch, worker.outputs(), worker.outputs())))
@@ -211,6 +212,7 @@ class Lab:
     def observe(self, worker: Worker) -> None:
         """What candidates are compared with: the outputs of the baseline, twice, and the memory that it takes until then."""
         self.reference, self.again = worker.outputs(), worker.outputs()
+        self.counted = guards.counted(self.source.inputs(self._torch()), self.reference)
         self.own_bytes = worker.memory_bytes()
 
     def probe(self, worker: Worker) -> tuple[Worker, list[str]]:
@@ -261,7 +263,7 @@ class Lab:
                 return f"{shown}, which the model takes, fails: {error.reason}"
             problem = guards.examine(self._torch(), [other.answer], [got], numerics=candidate.numerics, spare=1,
                                      precision=self.precision(), again=other.again and [other.again],
-                                     twin=other.twin and [other.twin]).problem
+                                     twin=other.twin and [other.twin], counted=self.counted).problem
             if problem is not None:
                 return f"with {shown}: {problem}"
         return None
