@@ -23,14 +23,17 @@ class Net(nn.Module):
     def forward(self, x):
         for block in self.blocks: x = block(x)
         return self.head(x)
+class Pictures(Net):
+    def __init__(self): super().__init__(); self.convolution = nn.Conv2d(4, 16, 3, padding=1)
+    def forward(self, x): return super().forward(self.convolution(x.view(-1, 4, 4, 4)).mean(1).repeat(1, 1, 4).flatten(1))
 x, y = torch.randn(16, 64), torch.randn(16, 1)
 def train(steps):
-    model = Net(); optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = Pictures() if "convolutions" in sys.argv else Net(); optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(steps):
         optimizer.zero_grad(set_to_none="zeroed" not in sys.argv)
         ((model(x) - y) ** 2).mean().backward(); optimizer.step()
     print("forward" in vars(model), bool(optimizer.param_groups[0].get("fused")), end=" ")
-    return [weakref.ref(thing) for thing in (model, optimizer, model.head.weight, model.blocks[3].a.weight)]
+    return [weakref.ref(thing) for thing in (model, optimizer, *model.parameters())]
 def left(things):
     gc.collect()
     print(sum(thing() is not None for thing in things), flush=True)
@@ -60,6 +63,9 @@ RECIPES = {
     "gc-freeze": (recipe_of("fused-optimizer", "gc-freeze"), (), "False True 0"),
     "optimizer-in-backward": (recipe_of("optimizer-in-backward"), (), "False False 0"),
     "optimizer-8bit": (recipe_of("optimizer-8bit"), (), "False False 0"),
+    "micro-batch": (recipe_of("micro-batch"), (), "True False 0"),
+    "dynamic-batch": (recipe_of("dynamic-batch"), (), "True False 0"),
+    "channels-last": (recipe_of("channels-last"), ("convolutions",), "True False 0"),
     "activation-checkpointing": (recipe_of("activation-checkpointing", activation_checkpointing='{mode = "blocks"}'), (), "True False 0"),
 }
 

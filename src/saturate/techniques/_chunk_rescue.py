@@ -16,6 +16,7 @@ from typing import Any
 from saturate.techniques import _common, _trees
 from saturate.techniques._chunk_modes import Autocast, Randomness, agrees, devices_of, glimpse
 from saturate.techniques._chunks import free, out_of_memory, without_frames
+from saturate.techniques._weakly import living
 
 #: How far outputs in chunks may be from those of the whole, relative to the largest entry; where numbers may be narrow.
 _APART, _APART_NARROW = 2e-4, 8e-2
@@ -62,7 +63,8 @@ class Rescue:
         self.pending = False                    # a batch ran whole since the latest backward
         self.arrived: list[Batch] = []          # in this backward
         groups = [group["params"] for optimizer in context.optimizers for group in optimizer.param_groups]
-        self.leaves = list({id(p): p for params in [*groups, *(m.parameters() for m in context.modules)] for p in params}.values())
+        leaves = {id(p): p for params in [*groups, *(m.parameters() for m in context.modules)] for p in params}
+        self.leaves = living(leaves.values())       # torch's backward holds us, and the script may drop its model
         self.original = torch.autograd.backward
 
     def install(self, context: Any) -> None:
@@ -73,7 +75,7 @@ class Rescue:
             if not self.pending:
                 return self.original(tensors, *args, **kwargs)
             tensors = _common.roots(tensors, torch)
-            before = [(gradient := p.grad) is not None and (gradient, gradient._version) for p in self.leaves]
+            before = [(p, (gradient := p.grad) is not None and (gradient, gradient._version)) for p in self.leaves()]
             try:
                 result = self.original(tensors, *args, **kwargs)
             except Exception as error:
@@ -130,7 +132,7 @@ class Rescue:
         torch = self.torch
         raw = inspect.unwrap(self.original)
         given = inspect.signature(raw).bind(roots, *args, **kwargs)
-        without = [id(p) for p, (gradient, version) in zip(self.leaves, (entry or (None, 0) for entry in before))
+        without = [id(p) for p, (gradient, version) in ((p, entry or (None, 0)) for p, entry in before)
                    if p.grad is gradient and (gradient is None or gradient._version == version)]
         problem = self._problem(roots, given.arguments, set(without))
         if problem:
@@ -169,14 +171,14 @@ class Rescue:
             return "its input was changed meanwhile"
         if any(tensor.requires_grad for tensor in batch.tensors):
             return "its input is differentiated as well"
-        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.leaves):
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.leaves()):
             return "hooks on gradients change the training while the backward goes on"
         if len({p.device for p in batch.module.parameters()}) > 1:
             return "the model lives on several devices"
         reached, leaves = _reached([root.grad_fn for root in roots], batch.nodes)
         if any(position not in batch.gradients for position in reached):
             return "memory ran out before all of the loss was differentiated"
-        known = {id(p) for p in self.leaves}
+        known = {id(p) for p in self.leaves()}
         if any(id(leaf) in without or id(leaf) not in known for leaf in leaves):
             return "the loss depends on trained tensors in another way than through this output (a second forward, a penalty on weights)"
         return ""

@@ -4,7 +4,7 @@ has left behind: a script drops its model to make room for the next."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -18,3 +18,9 @@ def weakly(method: Any) -> Callable[..., Any]:
         return found(*args, **kwargs) if found is not None else None
 
     return call
+
+
+def living(things: Iterable[Any]) -> Callable[[], list[Any]]:
+    """Asks which of some things are still there."""
+    held = [weakref.ref(thing) for thing in things]
+    return lambda: [thing for reference in held if (thing := reference()) is not None]

@@ -158,7 +158,7 @@ def apply(context: Any, options: Options) -> str:
     _common.wrap_all(context, lambda module: _wrap(context, module))
     for _, parameter in weights:
         _convert(context, parameter)
-        context.on_undo(lambda parameter=parameter: _convert_back(context, parameter))
+        context.on_undo(functools.partial(_convert_back, context, weakref.ref(parameter)))
     for optimizer in context.optimizers:
         _look_after(context, optimizer)
     return f"{converted} parameters and the 4-d inputs of {len(context.modules)} module(s) stored channels-last"
@@ -199,8 +199,11 @@ def _convert(context: Any, parameter: Any) -> None:
     _converted[id(parameter)] = parameter
 
 
-def _convert_back(context: Any, parameter: Any) -> None:
+def _convert_back(context: Any, held: weakref.ref[Any]) -> None:
     """But for what is shared by now: strides change no number, and it would be cut off from whoever shares it."""
+    parameter = held()
+    if parameter is None:
+        return              # the script has dropped its model
     for tensor in _with_it(context, parameter):
         if not _common.shares_memory(tensor, context.torch):
             tensor.data = tensor.data.contiguous()

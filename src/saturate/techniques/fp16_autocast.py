@@ -53,6 +53,7 @@ from saturate import notices
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _closures, _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+from saturate.techniques._weakly import living
 
 TECHNIQUE = Technique(
     id="fp16-autocast",
@@ -146,8 +147,8 @@ class _Scaler:
     def __init__(self, context: Any, options: Options):
         self.torch = context.torch
         self.note = context.note
-        self.modules = context.modules
-        self.optimizers = context.optimizers
+        self.modules = living(context.modules)              # torch's backward holds us, and the script may drop its model
+        self.optimizers = living(context.optimizers)
         self.scale = options.initial_scale
         self.growth_steps = options.growth_steps
         self.good_steps = 0
@@ -218,7 +219,7 @@ class _Scaler:
                 found[id(leaf)] = leaf
             elif _common.node_name(node).startswith("BackwardHookFunction"):
                 reason = "the script hooks the backward of a module, and would see scaled gradients"
-        for optimizer in self.optimizers:       # whole: a function of the script's own may add to gradients by itself
+        for optimizer in self.optimizers():       # whole: a function of the script's own may add to gradients by itself
             own = {id(parameter): parameter for parameter in _parameters(optimizer)}
             if not own.keys().isdisjoint(found):
                 found.update(own)
@@ -234,7 +235,7 @@ class _Scaler:
         return ""
 
     def _name(self, tensor: Any) -> str:
-        names = (name for module in self.modules for name, parameter in module.named_parameters() if parameter is tensor)
+        names = (name for module in self.modules() for name, parameter in module.named_parameters() if parameter is tensor)
         return next(names, f"a tensor of shape {tuple(tensor.shape)}")
 
     def watched(self, original: Any, does: str) -> Any:
@@ -258,7 +259,7 @@ class _Scaler:
 
     def _owners(self) -> dict[int, int]:
         """The id of the optimizer by that of the parameter."""
-        return {id(parameter): id(o) for o in reversed(self.optimizers) for parameter in _parameters(o)}
+        return {id(parameter): id(o) for o in reversed(self.optimizers()) for parameter in _parameters(o)}
 
     def _gradients(self, tensors: list[Any]) -> list[tuple[int, Any, list[Any]]]:
         """Existing gradients as (id of the optimizer or 0, device, list of one dtype), each tensor once."""

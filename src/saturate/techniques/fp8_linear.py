@@ -35,6 +35,8 @@ Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -128,11 +130,18 @@ def convert(context: Any, config: Any, least: int) -> str:
                 layer.train(child.training)
                 layer.__reduce_ex__ = _as_plain(layer, child)
                 context.changes.append(f"{context.owner}: {type(parent).__name__}.{name} computes in float8")
-                context.on_undo(lambda parent=parent, name=name, child=child: setattr(parent, name, child))
+                context.on_undo(functools.partial(_put_back, weakref.ref(parent), name, weakref.ref(child)))
     if not replaced:
         raise NotApplied(f"no linear layer with sides of {least} or more that divide by {DIVISOR}")
     replaced[0].register_forward_hook(lambda *_: context.note(TECHNIQUE.id, f"{len(replaced)} layers ran in float8"))
     return f"{len(replaced)} linear layers compute in float8"
+
+
+def _put_back(parent: weakref.ref[Any], name: str, plain: weakref.ref[Any]) -> None:
+    """Unless the script has dropped its model: the layer that computes in its place holds the plain one (`_as_plain`)."""
+    there, layer = parent(), plain()
+    if there is not None and layer is not None:
+        setattr(there, name, layer)
 
 
 def _as_plain(layer: Any, plain: Any) -> Any:
