@@ -25,6 +25,7 @@ from saturate.checkpoints.chunks import Store
 from saturate.checkpoints.guards import standing_for
 from saturate.checkpoints.manifests import Manifest
 from saturate.checkpoints.recorder import Recorder
+from saturate.records import sizes
 
 #: The store may take this many times what plain files would, before saves are plain again: a script that overwrites
 #: or removes its checkpoints must not fill the disk with what it no longer wants.
@@ -102,7 +103,7 @@ class Keeper:
             if self.own:
                 wrote, instead = (sum(getattr(one, field) for one in self.own) for field in ("new_bytes", "file_bytes"))
                 plain = f", a plain one {median(self.plain_s):.3g} s" if self.plain_s else ""
-                self.say(f"incremental-checkpoint: {len(self.own)} saves wrote {_size(wrote)} instead of {_size(instead)}; each "
+                self.say(f"incremental-checkpoint: {len(self.own)} saves wrote {sizes.decimal(wrote)} instead of {sizes.decimal(instead)}; each "
                          f"held the training for {median(one.save_s for one in self.own):.3g} s{plain}; "
                          f"`saturate checkpoint gc --store {self.folder}` shows what can be freed")
                 self.own = []
@@ -219,8 +220,8 @@ class Keeper:
         room = min(self.store.pack_bytes(), sum(manifest.new_bytes for manifest in self.saved))     # gc may have freed some
         if room > MOST_ROOM * wanted:
             self.problem = "the store takes more room than plain files"
-            self.say(f"incremental-checkpoint: the script replaces or removes its checkpoints, and what is stored of them ({_size(room)}) takes "
-                     f"more room than those that are left would as plain files ({_size(wanted)}): saves are plain from now on; "
+            self.say(f"incremental-checkpoint: the script replaces or removes its checkpoints, and what is stored of them ({sizes.decimal(room)}) takes "
+                     f"more room than those that are left would as plain files ({sizes.decimal(wanted)}): saves are plain from now on; "
                      f"`saturate checkpoint gc --delete --store {self.folder} --look-in DIR` frees it, DIR being where checkpoints may lie")
 
 
@@ -254,12 +255,3 @@ def _replaceable(path: str) -> bool:
     except OSError:
         return True         # not there yet; or torch.save will say what is wrong with it
     return stat.S_ISREG(seen.st_mode) and seen.st_nlink == 1 and os.access(path, os.W_OK)
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} GB"

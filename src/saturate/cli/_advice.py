@@ -10,9 +10,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from saturate.cli._options import duration, must_exist, step, words
-from saturate.cli._output import amount, paint, show_json, span, table
+from saturate.cli._output import paint, show_json, span, table
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
+from saturate.records import sizes
 
 if TYPE_CHECKING:
     from saturate.records.checkpoint import Forecast, Interval, SaveCosts
@@ -119,7 +120,7 @@ def _costs_text(costs: SaveCosts) -> str:
              for one in costs.ways]
     lines = [paint(f"a checkpoint costs {before} of training as the script saves{after}", "bold"), table(rows, "  ")]
     if costs.checkpoint_bytes is not None and costs.checkpoint_files is not None:
-        lines.append(f"It is {amount(costs.checkpoint_bytes)} in {costs.checkpoint_files:.3g} file{'s' * (costs.checkpoint_files != 1)}; "
+        lines.append(f"It is {sizes.decimal(costs.checkpoint_bytes)} in {costs.checkpoint_files:.3g} file{'s' * (costs.checkpoint_files != 1)}; "
                      f"a step takes {span(costs.step_s)}.")
     if costs.after_s is None:
         lines.append(f"What async-checkpoint would give is not known: {costs.unknown['after_s']}.")
@@ -233,8 +234,8 @@ def _forecast_text(found: Forecast) -> str:
     rows = [("tensors that changed", found.whole_tensor_share), ("blocks that changed", found.block_share),
             ("blocks as deltas", found.delta_share), ("all, compressed", found.compressed_share)]
     lines = [paint(found.reason, "bold"),
-             table([(name, f"{share:7.1%}", f"{amount(share * found.file_bytes)}") for name, share in rows], "  "),
-             f"of {amount(found.file_bytes)}; {found.sampled_share:.0%} of it was compared, coding would take {span(found.coding_s)} a save"]
+             table([(name, f"{share:7.1%}", f"{sizes.decimal(share * found.file_bytes)}") for name, share in rows], "  "),
+             f"of {sizes.decimal(found.file_bytes)}; {found.sampled_share:.0%} of it was compared, coding would take {span(found.coding_s)} a save"]
     if found.helps:
         lines += ["To use it, put this into the recipe:", "", "[[technique]]", 'id = "incremental-checkpoint"']
     return "\n".join(lines)

@@ -182,12 +182,3 @@ def span(value_s: float) -> str:
         if value_s >= length:
             return f"{value_s / length:.3g} {unit}"
     return f"{value_s:.3g} s" if value_s >= 1 else f"{value_s * 1000:.3g} ms"
-
-
-def amount(count: float) -> str:
-    """Bytes for a person, in powers of 1,000."""
-    for unit in ("B", "kB", "MB"):
-        if abs(count) < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

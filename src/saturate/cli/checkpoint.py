@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from saturate.cli import _advice
-from saturate.cli._output import amount, paint, show_json, table
+from saturate.cli._output import paint, show_json, table
 from saturate.errors import CheckpointDamaged, EnvironmentProblem, UsageError
+from saturate.records import sizes
 
 STORE = Path(".saturate/checkpoints")
 
@@ -128,7 +129,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.json:
         show_json(Exported(path=str(target), checkpoint=found and found.checkpoint, size_bytes=size))
     else:
-        print(f"{target} is a plain file {'now' if found else 'already'}: {amount(size)}")
+        print(f"{target} is a plain file {'now' if found else 'already'}: {sizes.decimal(size)}")
     return 0
 
 
@@ -172,7 +173,7 @@ def _gc(arguments: argparse.Namespace) -> int:
         print(f"{unfound} stay only because the files that name them may have been moved: with --look-in DIR, all folders where those "
               "may be, they go unless one is found")
     verb = "freed" if arguments.delete else "would be freed; --delete does it"
-    print(f"{amount(plan.freed_bytes)} of {amount(plan.store_bytes)} {verb}")
+    print(f"{sizes.decimal(plan.freed_bytes)} of {sizes.decimal(plan.store_bytes)} {verb}")
     return 0
 
 

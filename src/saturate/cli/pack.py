@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from saturate.cli._options import memory
 from saturate.cli._output import show_json, tell
 from saturate.errors import EnvironmentProblem, UsageError
 
@@ -22,17 +23,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SRC", help="a folder or a file")
     parser.add_argument("destination", type=Path, metavar="DST", help="the folder to write")
     parser.add_argument("--kind", choices=["images", "text", "csv", "parquet"], help="what SRC holds (default: by file names)")
-    parser.add_argument("--shard-size", type=size, default=256 * 2**20, metavar="SIZE", help="of one file (default: 256MiB)")
+    parser.add_argument("--shard-size", type=memory, default=256 * 2**20, metavar="SIZE", help="of one file (default: 256MiB)")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
-
-
-def size(text: str) -> int:
-    from saturate.records import sizes
-
-    try:
-        return sizes.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def execute(arguments: argparse.Namespace) -> int:

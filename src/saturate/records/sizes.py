@@ -1,4 +1,4 @@
-"""Amounts of memory, as people write them."""
+"""Amounts of memory and of work, as people write them."""
 
 from __future__ import annotations
 
@@ -36,3 +36,17 @@ def show(size_bytes: float) -> str:
     if size_bytes >= 2**20:
         return f"{size_bytes / 2**20:.{0 if size_bytes >= 100 * 2**20 else 1}f} MiB"
     return f"{size_bytes / 2**10:.0f} KiB"
+
+
+def decimal(count: float, unit: str = "B") -> str:
+    """To three digits, with a decimal prefix: for files, and for work.
+
+    >>> decimal(1.5e9), decimal(312e12, "FLOP"), decimal(999.6), decimal(12)
+    ('1.5 GB', '312 TFLOP', '1 kB', '12 B')
+    """
+    value, prefixes = float(count), iter(("", "k", "M", "G", "T", "P", "E"))
+    prefix = next(prefixes)
+    while abs(value) >= 999.5 and (more := next(prefixes, None)) is not None:
+        value, prefix = value / 1000, more
+    text = f"{value:.0f}" if not prefix or abs(value) >= 99.5 else f"{value:.3g}"
+    return f"{text} {prefix}{unit}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from saturate.records import sizes
 from saturate.records.analysis import Analysis, Device, Finding, LoaderCost, Operator, Profile, Sync
 from saturate.report import words
 
@@ -110,14 +111,7 @@ def loader_cost(cost: LoaderCost) -> list[str]:
 
 def size(count: float | None, unit: str = "B") -> str:
     """Bytes or FLOPs with a decimal prefix: "1.5 GB", "312 TFLOP"."""
-    if count is None:
-        return UNKNOWN
-    value, prefixes = float(count), iter(("", "k", "M", "G", "T", "P", "E"))
-    prefix = next(prefixes)
-    while abs(value) >= 999.5 and (more := next(prefixes, None)) is not None:
-        value, prefix = value / 1000, more
-    text = f"{value:.0f}" if not prefix or abs(value) >= 99.5 else f"{value:.3g}"
-    return f"{text} {prefix}{unit}"
+    return UNKNOWN if count is None else sizes.decimal(count, unit)
 
 
 def window(device: Device) -> tuple[int | None, str]:

@@ -15,6 +15,7 @@ from saturate.errors import SaturateError, TooNoisy, VerificationFailed
 from saturate.machine import fingerprint
 from saturate.measure import breakeven, race
 from saturate.records import recipe as recipes
+from saturate.records import sizes
 from saturate.records.result import (
     NumericsCurve,
     Phase,
@@ -306,14 +307,14 @@ def _ceiling(study: Study) -> str:
     missing = [f"{name}: {why}" for name, why in rates.get("unknown", {}).items() if name != "copy"]
     unknown = f"; not measured: {'; '.join(missing)}" if missing else ""
     if not known:
-        return f"{_flop(facts.flops_per_step)} a step{unknown}"
+        return f"{sizes.decimal(facts.flops_per_step, 'FLOP')} a step{unknown}"
     name, best = max(known.items(), key=lambda entry: entry[1])
     reached = []
     for label, step_ms in (("before", study.baseline["step_ms"]), ("after", study.final.b_ms if study.final else None)):
         if step_ms:
             rate = facts.flops_per_step / (step_ms / 1e3)
-            reached.append(f"{label} {_flop(rate)}/s ({_share(rate / best)})")
-    return (f"{_flop(facts.flops_per_step)} a step; {', '.join(reached)} of {_flop(best)}/s, "
+            reached.append(f"{label} {sizes.decimal(rate, 'FLOP')}/s ({_share(rate / best)})")
+    return (f"{sizes.decimal(facts.flops_per_step, 'FLOP')} a step; {', '.join(reached)} of {sizes.decimal(best, 'FLOP')}/s, "
             f"the fastest matrix product measured here ({name}){unknown}")
 
 
@@ -325,17 +326,6 @@ def _share(part: float) -> str:
     if part < 0.001:
         return "less than 0.1 %"
     return f"{100 * part:.{0 if part >= 0.01 else 1}f} %"
-
-
-def _flop(number: float) -> str:
-    """
-    >>> _flop(1.5e12), _flop(93e9), _flop(40_000), _flop(12)
-    ('1.5 TFLOP', '93 GFLOP', '40 kFLOP', '12 FLOP')
-    """
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {prefix}FLOP"
-    return f"{number:.3g} FLOP"
 
 
 def write_recipe(study: Study, result: TuneResult | None = None) -> None:
