@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from saturate.cli._output import tell
-from saturate.errors import SaturateError, clean
+from saturate.cli._problems import of_surroundings
+from saturate.errors import SaturateError, UsageError, clean
 
 
 class Progress:
@@ -123,6 +124,28 @@ class one_signal_interrupts:
 
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def answered(nothing: Callable[[str], None], so_far: Callable[[KeyboardInterrupt], bool] = lambda interruption: False) -> Iterator[None]:
+    """However the body ends, `--json` has an answer: before an error goes on, `nothing(reason)` gives one without a result.
+    `so_far(interruption)` gives that of an interrupted study; false where it has found nothing yet."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except SaturateError as problem:
+        nothing(f"{problem.message}: {problem.cause}" if problem.cause else problem.message)
+        show_log(problem)
+        raise
+    except KeyboardInterrupt as interruption:
+        if not so_far(interruption):
+            nothing("interrupted")
+        raise
+    except Exception as bug:
+        known = of_surroundings(bug)
+        nothing(known.message if known else f"saturate itself failed: {type(bug).__name__}: {bug}")
+        raise
 
 
 def show_log(error: SaturateError) -> None:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from saturate.cli._options import add_study_options, duration, must_exist, words
 from saturate.cli._output import coloured, present, show_json, width, with_program
-from saturate.cli._running import Progress, one_signal_interrupts, show_log
-from saturate.errors import SaturateError, UsageError
+from saturate.cli._running import Progress, answered, one_signal_interrupts
 from saturate.records.command_line import joined
 from saturate.records.drill import DrillResult
 
@@ -53,21 +52,8 @@ def execute(arguments: argparse.Namespace) -> int:
         resume_args=arguments.resume_args, kills=arguments.kills, steps=arguments.steps, budget_s=arguments.budget,
         timeout_s=arguments.timeout, step=arguments.step, seed=arguments.seed,
     )
-    try:
-        with one_signal_interrupts(), Progress(sys.stderr, arguments.budget) as say:
-            result = drill(request, say)
-    except UsageError:
-        raise
-    except SaturateError as problem:
-        show(nothing(request, problem.message))
-        show_log(problem)
-        raise
-    except KeyboardInterrupt:
-        show(nothing(request, "interrupted"))
-        raise
-    except Exception as bug:
-        show(nothing(request, f"saturate itself failed: {type(bug).__name__}: {bug}"))
-        raise
+    with answered(lambda reason: show(nothing(request, reason))), one_signal_interrupts(), Progress(sys.stderr, arguments.budget) as say:
+        result = drill(request, say)
     show(result)
     stream = sys.stderr if arguments.json else sys.stdout
     present(with_program(report.summary(result, width=width(stream), color=coloured(stream))), stream)

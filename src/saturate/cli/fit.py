@@ -15,8 +15,7 @@ from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, memory, must_exist
 from saturate.cli._output import coloured, present, show_json, tell, width, with_program
-from saturate.cli._running import Progress, one_signal_interrupts, show_log
-from saturate.errors import SaturateError, UsageError
+from saturate.cli._running import Progress, answered, one_signal_interrupts
 from saturate.records.fit import Fit
 
 TAKES_COMMAND = True
@@ -49,31 +48,21 @@ def execute(arguments: argparse.Namespace) -> int:
         if arguments.json:
             show_json(found)
 
-    request = Request(argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
-                      budget_s=arguments.budget, step=arguments.step, timeout_s=arguments.timeout)
-    asked = Asked(request, arguments.memory, arguments.target, arguments.knob, arguments.most)
-    try:
-        with one_signal_interrupts(), Progress(sys.stderr, arguments.budget) as say:
-            found = fit(asked, say)
-    except UsageError:
-        raise
-    except SaturateError as problem:
-        show(nothing(asked, problem.message))
-        show_log(problem)
-        raise
-    except Interrupted as interruption:
+    def so_far(interruption: KeyboardInterrupt) -> bool:
+        if not isinstance(interruption, Interrupted):
+            return False
         show(interruption.found)
         if interruption.found.micro_batch is not None:
             tell(f"best so far: a batch of {interruption.found.micro_batch}\n")
         elif interruption.found.measured_batch is not None:
             tell(f"measured so far, not proved: a batch of {interruption.found.measured_batch}\n")
-        raise
-    except KeyboardInterrupt:
-        show(nothing(asked, "interrupted"))
-        raise
-    except Exception as bug:
-        show(nothing(asked, f"saturate itself failed: {type(bug).__name__}: {bug}"))
-        raise
+        return True
+
+    request = Request(argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
+                      budget_s=arguments.budget, step=arguments.step, timeout_s=arguments.timeout)
+    asked = Asked(request, arguments.memory, arguments.target, arguments.knob, arguments.most)
+    with answered(lambda reason: show(nothing(asked, reason)), so_far), one_signal_interrupts(), Progress(sys.stderr, arguments.budget) as say:
+        found = fit(asked, say)
     show(found)
     stream = sys.stderr if arguments.json else sys.stdout
     blocks = analysis.can_draw(getattr(stream, "encoding", None))

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from saturate.cli._options import add_study_options, duration, must_exist
 from saturate.cli._output import coloured, present, show_json, width, with_program
-from saturate.cli._running import Progress, one_signal_interrupts, show_log
-from saturate.errors import SaturateError, UsageError
+from saturate.cli._running import Progress, answered, one_signal_interrupts
 from saturate.records.analysis import Profile
 
 TAKES_COMMAND = True
@@ -47,22 +46,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
     request = Request(argv=command, cwd=Path.cwd(), environment=environment_of_user(), directory=arguments.dir.absolute(),
                       budget_s=arguments.budget, step=arguments.step, timeout_s=arguments.timeout)
-    try:
-        with one_signal_interrupts():
-            found = profile(request, arguments.steps, Progress(sys.stderr), nsys=arguments.recorder == "nsys",
-                            synthetic=arguments.synthetic_input)
-    except UsageError:
-        raise
-    except SaturateError as problem:
-        show(nothing(request, f"{problem.message}: {problem.cause}" if problem.cause else problem.message))
-        show_log(problem)
-        raise
-    except KeyboardInterrupt:
-        show(nothing(request, "interrupted"))
-        raise
-    except Exception as bug:
-        show(nothing(request, f"saturate itself failed: {type(bug).__name__}: {bug}"))
-        raise
+    with answered(lambda reason: show(nothing(request, reason))), one_signal_interrupts():
+        found = profile(request, arguments.steps, Progress(sys.stderr), nsys=arguments.recorder == "nsys", synthetic=arguments.synthetic_input)
     show(found)
     stream = sys.stderr if arguments.json else sys.stdout
     blocks = analysis.can_draw(getattr(stream, "encoding", None))

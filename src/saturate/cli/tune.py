@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from saturate.cli._options import add_study_options, duration, ids, memory, must_exist, percent
 from saturate.cli._output import answer, coloured, present, show_json, tell, width, with_program
-from saturate.cli._problems import of_surroundings
-from saturate.cli._running import Progress, one_signal_interrupts, show_log
-from saturate.errors import SaturateError, TooNoisy, UsageError
+from saturate.cli._running import Progress, answered, one_signal_interrupts, show_log
+from saturate.errors import TooNoisy
 
 if TYPE_CHECKING:
     from saturate.records.result import TuneResult
@@ -49,7 +48,15 @@ def execute(arguments: argparse.Namespace) -> int:
         if arguments.json:
             answer(_nothing(command, reason))
 
-    try:
+    def so_far(interruption: KeyboardInterrupt) -> bool:
+        record = getattr(interruption, "record", None)      # of a study.ending.Interrupted
+        if record is None:
+            return False
+        show(record.result)
+        tell(f"best so far: {record.result.recipe}; the same command goes on from here\n")
+        return True
+
+    with answered(show_nothing, so_far):
         from saturate.report import terminal
         from saturate.study import summary
         from saturate.study.state import Request
@@ -63,23 +70,6 @@ def execute(arguments: argparse.Namespace) -> int:
         )
         with one_signal_interrupts(), Progress(sys.stderr, arguments.budget) as say:
             record, error = tune(request, say, on_end=say.ends)
-    except UsageError:
-        raise
-    except SaturateError as problem:
-        show_nothing(problem.message)
-        raise
-    except KeyboardInterrupt as interruption:
-        record = getattr(interruption, "record", None)      # of a study.ending.Interrupted
-        if record is None:
-            show_nothing("interrupted")
-            raise
-        show(record.result)
-        tell(f"best so far: {record.result.recipe}; the same command goes on from here\n")
-        raise
-    except Exception as bug:
-        problem = of_surroundings(bug)
-        show_nothing(problem.message if problem else f"saturate itself failed: {type(bug).__name__}: {bug}")
-        raise
     show(record.result)
     found = error or summary.verdict_error(record)
     stream = sys.stderr if arguments.json else sys.stdout
