@@ -73,6 +73,7 @@ class World:
             self.peaks.note((), 8 * GIB)       # it ran when the study began
         self.bench = self
         self.threshold = 0.02
+        self.ends = math.inf
         self.pair_s = 10.0
         self.steadying: set[str] = set()
 

@@ -195,7 +195,7 @@ def test_a_candidate_is_waited_for_no_longer_than_the_budget(
     bench.pace = Pace(0.001, 0.5, crowded=False)
     with pytest.raises(TrialEnded) as ended:
         bench.live("screen", techniques) if alone else Verifier(bench).series(Run(techniques))
-    assert ended.value.outcome.kind == "not_in_time" and "the budget was over" in ended.value.outcome.reason
+    assert ended.value.outcome.kind == "not_in_time" and "no more time for it" in ended.value.outcome.reason
     assert bench.ends <= time.monotonic() < bench.ends + 15.0 and not bench.living
     assert of_end(ended.value, ())[0] == "inconclusive"
 

@@ -75,6 +75,39 @@ def test_where_nothing_is_kept_the_time_of_the_final_race_is_for_what_is_undecid
     assert [walk.fates[i].fate for i in ("fast", "also")] == [("kept" if kept else "inconclusive"), "inconclusive"]
 
 
+@pytest.mark.parametrize(("starts_within_s", "tried", "fate"), [(100.0, 2, "kept"), (1000.0, 2, "inconclusive"), (1.0, 1, "kept")])
+def test_what_compiles_for_long_leaves_time_for_the_others_and_has_a_second_turn(starts_within_s: float, tried: int, fate: str) -> None:
+    """Seen: of a budget of three minutes, one technique took four and a half, and five others had no turn."""
+    class Compiling(Noisy):
+        def run(self, question: str, a: Any, b: Any, *rest: Any, **more: Any) -> Result:
+            if any(c.id == "slow" for c in b) and self.ends - time.monotonic() < starts_within_s:
+                self.asked.append(question)
+                ended = TrialEnded(Outcome("not_in_time", "it compiles"))
+                ended.side = "b"
+                raise ended
+            return super().run(question, a, b, *rest, **more)
+
+    world = Compiling({"slow": (0.8, 0.0), "fast": (0.7, 0.0), "also": (1.0, 0.0)}, None)
+    walk = search(world, technique("slow"), technique("fast"), technique("also"))
+    walk.deadline, world.ends = time.monotonic() + 130.0, time.monotonic() + 150.0
+    walk.run()
+    turns = [question.split()[1] for question in world.asked if question.startswith("screen")]
+    assert turns.count("slow") == tried and turns[:2] == ["slow", "fast"]
+    assert (walk.fates["slow"].fate, walk.fates["fast"].fate) == (fate, "kept")
+    assert ("it compiles" in walk.fates["slow"].reason) == (fate != "kept") and world.ends > walk.deadline
+
+
+def test_the_last_that_waits_has_all_the_time_that_is_left() -> None:
+    world = Noisy({"only": (0.8, 0.0)}, None)
+    walk = search(world, technique("only"))
+    ends, walk.deadline = [], time.monotonic() + 100.0
+    world.ends = walk.deadline + 20.0
+    plain = walk._best_of
+    walk._best_of = lambda variants, best: (ends.append(world.ends), plain(variants, best))[1]       # type: ignore[method-assign]
+    walk.run()
+    assert ends[0] == world.ends
+
+
 def test_what_is_promising_has_its_race_though_screening_took_its_time() -> None:
     world = Noisy({"fast": (0.8, 0.0)}, None, misread={"fast": 0.05})
     walk = search(world, FAST)
@@ -480,14 +513,14 @@ def test_without_proof_it_is_screened_like_all_others_or_left_out(slow: frozense
 
 @dataclass
 class Ending(World):
-    """A world in which a process ends in some races: `ends` says by question which side, and how. `reads`: what a race sees, whatever is."""
+    """A world in which a process ends in some races: `endings` says by question which side, and how. `reads`: what a race sees, whatever is."""
 
-    ends: dict[str, tuple[str, str]] = field(default_factory=dict)
+    endings: dict[str, tuple[str, str]] = field(default_factory=dict)
     reads: dict[str, tuple[float, float, float, str]] = field(default_factory=dict)
 
     def run(self, question: str, *rest: Any, **more: Any) -> Result:
-        if question in self.ends:
-            side, kind = self.ends[question]
+        if question in self.endings:
+            side, kind = self.endings[question]
             ended = TrialEnded(Outcome(kind, "for a test"))
             ended.side = side
             raise ended
@@ -530,7 +563,7 @@ def test_what_was_not_verified_without_a_member_keeps_it(passed: bool | None, wo
 @pytest.mark.parametrize("kind", ["crashed", "motif_differs", "not_active", "too_short"])
 def test_what_a_race_that_ended_early_did_not_drop_stays_kept(side: str, kind: str) -> None:
     """It stayed in the recipe as `failed`, and the summary left it out."""
-    walk = walked(Ending(TWO, None, ends={"without fast": (side, kind)}), FAST, SLOW)
+    walk = walked(Ending(TWO, None, endings={"without fast": (side, kind)}), FAST, SLOW)
     fate = walk.fates["fast"]
     assert [c.id for c in walk.kept] == ["fast", "slow"] and fate.fate == "kept"
     assert UNCHECKED in fate.reason and "for a test" in fate.reason and "identical" in fate.reason
@@ -553,7 +586,7 @@ def test_what_the_budget_did_not_check_says_so() -> None:
 def test_a_later_variant_that_fails_leaves_the_entry_of_the_one_that_was_measured() -> None:
     """Seen: failed, with the options of the variant that failed and the gain of the other."""
     several = technique("several", levels=(1, 2))
-    walk = walked(Ending({"several": (1.37, 0.0)}, None, ends={"screen several level=2": ("b", "crashed")}), several)
+    walk = walked(Ending({"several": (1.37, 0.0)}, None, endings={"screen several level=2": ("b", "crashed")}), several)
     fate = walk.fates["several"]
     assert (fate.fate, fate.candidate.options.level) == ("slower", 1) and fate.gain == pytest.approx(1 / 1.37 - 1)
     assert fate.reason.endswith("; several level=2: failed, crashed: for a test")
@@ -561,7 +594,7 @@ def test_a_later_variant_that_fails_leaves_the_entry_of_the_one_that_was_measure
 
 def test_a_failed_variant_does_not_decide_what_another_left_open() -> None:
     several = technique("several", levels=(1, 2))
-    world = Ending({"several": (1.0, 0.0)}, None, ends={"screen several level=2": ("b", "crashed")},
+    world = Ending({"several": (1.0, 0.0)}, None, endings={"screen several level=2": ("b", "crashed")},
                    reads={"screen several": (0.0, -0.1, 0.1, "inconclusive")})
     walk = search(world, several)
     walk._screen(walk.eligible())
@@ -572,14 +605,14 @@ def test_a_failed_variant_does_not_decide_what_another_left_open() -> None:
 
 def test_a_variant_that_runs_takes_the_place_of_one_that_failed() -> None:
     several = technique("several", levels=(1, 2))
-    walk = walked(Ending({"several level=2": (0.7, 0.0)}, None, ends={"screen several": ("b", "crashed")}), several)
+    walk = walked(Ending({"several level=2": (0.7, 0.0)}, None, endings={"screen several": ("b", "crashed")}), several)
     assert [c.label() for c in walk.kept] == ["several level=2"] and walk.fates["several"].candidate.options.level == 2
 
 
 @pytest.mark.parametrize("kind", ["crashed", "motif_differs"])
 def test_the_end_of_the_kept_set_is_no_fault_of_what_is_raced_against_it(kind: str) -> None:
     """It was `failed`, or rejected for numerics that were not its own."""
-    walk = walked(Ending(TWO, None, ends={"screen slow with fast": ("a", kind)}), FAST, SLOW)
+    walk = walked(Ending(TWO, None, endings={"screen slow with fast": ("a", kind)}), FAST, SLOW)
     fate = walk.fates["slow"]
     assert [c.id for c in walk.kept] == ["fast"] and fate.fate == "inconclusive"
     assert fate.reason == f"fast, which it was compared with, ended: {kind.replace('_', ' ')}: for a test"
@@ -587,12 +620,12 @@ def test_the_end_of_the_kept_set_is_no_fault_of_what_is_raced_against_it(kind: s
 
 def test_the_end_of_the_baseline_ends_the_search() -> None:
     with pytest.raises(TrialEnded):
-        walked(Ending(TWO, None, ends={"screen fast": ("a", "crashed")}), FAST, SLOW)
+        walked(Ending(TWO, None, endings={"screen fast": ("a", "crashed")}), FAST, SLOW)
 
 
 @pytest.mark.parametrize("ended", ["screen small and warm with baseline", "add small to warm"])
 def test_a_pair_that_fails_leaves_what_is_known_of_each(ended: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = Ending({"small": (1.0, 0.0), "warm": (0.99, 0.0)}, None, ends={ended: ("b", "crashed")})
+    world = Ending({"small": (1.0, 0.0), "warm": (0.99, 0.0)}, None, endings={ended: ("b", "crashed")})
     monkeypatch.setattr("saturate.study.search.LARGE", -1.0)        # whatever the pair gains, the second race is asked for
     walk = search(world, SMALL, WARM)
     walk.findings = (promise(1.8),)

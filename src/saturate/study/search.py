@@ -13,9 +13,11 @@ that passes the limit is ended like any other that fails.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -43,6 +45,9 @@ RETRY = Limits(max_pairs=1, min_rounds=4, max_rounds=12)
 
 #: Pairs that a final race takes at least.
 LAST_PAIRS = 2
+
+#: Of the time that is left, what one technique may take to come to where it is measured while others wait for their turn.
+TURN_SHARE = 0.5
 
 #: Alone slower than this, a technique is not tried in combination.
 HOPELESS = -0.10
@@ -89,6 +94,7 @@ class Search:
     curves: list[Any] = field(default_factory=list)
     verified: set[str] = field(default_factory=set)     # ids whose set the verifier has judged, for or against it
     on_kept: Any = None
+    late: set[str] = field(default_factory=set)         # ids whose process had not come to where it is measured in time
     turn_s: float = 0.0                 # the longest turn of a technique so far: what it takes to screen one
     _variants: list[list[Candidate]] | None = None
 
@@ -152,8 +158,11 @@ class Search:
                 continue
             if first.module.TECHNIQUE.stage == "environment":
                 waiting = self._add_certain(waiting)
-            best = self._best_of([first], None)
-            if first.module.TECHNIQUE.fallbacks:
+            with self._turn(alone=place + 1 == len(eligible)):
+                best = self._best_of([first], None)
+            if first.id in self.late:
+                others = [first]        # once more: what it has compiled is in the cache
+            elif first.module.TECHNIQUE.fallbacks:
                 best, others = best or self._fallen_back(first, others), []
             if best is not None and self._gives_much(best):
                 self._try_to_add(self._best_of(others, best) or best)
@@ -206,6 +215,18 @@ class Search:
             if time.monotonic() + result.pair_s > end:      # another pair takes as long as these did
                 return False
         return False
+
+    @contextlib.contextmanager
+    def _turn(self, alone: bool) -> Iterator[None]:
+        """The first turn of a technique. Where it is not `alone` with the time that is left, it gets its share: one that compiled for
+        minutes left none for any other."""
+        bench, now = self.racer.bench, time.monotonic()
+        ends = bench.ends
+        bench.ends = ends if alone else min(ends, now + TURN_SHARE * (self.deadline - now))
+        try:
+            yield
+        finally:
+            bench.ends = ends
 
     def _best_of(self, variants: list[Candidate], best: Candidate | None) -> Candidate | None:
         """The variant that leads `best`, an earlier one of the same technique, and all others that there is time for."""
@@ -271,6 +292,7 @@ class Search:
     def _screen_one(self, candidate: Candidate, best: Candidate | None) -> bool:
         """Race one candidate against what is kept; whether it takes the place of `best`, an earlier variant of it."""
         began = time.monotonic()
+        self.late.discard(candidate.id)
         clash = conflict(self.kept, candidate)
         if clash:
             self.settle(best or candidate, "not_applicable", clash)      # the same resource, whichever variant
@@ -278,7 +300,8 @@ class Search:
         together = ordered((*self.kept, candidate))
         question = f"screen {candidate.label()}" + (f" with {self._kept_names()}" if self.kept != self.base else "")
         result = self.race(question, self.kept, together, SCREEN, (candidate,), share_base=True)
-        self.turn_s = max(self.turn_s, time.monotonic() - began)
+        if candidate.id not in self.late:
+            self.turn_s = max(self.turn_s, time.monotonic() - began)
         if result is None or (best is not None and not leads(result, self.screened[best.id])):
             return False
         fate, reason = in_words(result)
@@ -463,6 +486,8 @@ class Search:
             if ended.side == "a" and a == self.base and ended.outcome.kind not in ("too_short", "not_in_time"):
                 raise
             fate, reason = of_end(ended, a)
+            if ended.outcome.kind == "not_in_time":
+                self.late.update(candidate.id for candidate in asked)
             if len(asked) == 1:
                 self.fates[asked[0].id] = cut_short(self.fates[asked[0].id], asked[0], fate, reason)
             else:

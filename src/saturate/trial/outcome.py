@@ -210,7 +210,7 @@ def late(patience_s: float, in_study: bool) -> Outcome:
     """Name a workload that had to be ended because the budget was over before it came to the gate. `in_study`: it is known that it
     trains, and what it does is compared."""
     if in_study:
-        return Outcome("not_in_time", f"after {patience_s:.0f} s it had not come to where it is measured, and the budget was over",
+        return Outcome("not_in_time", f"after {patience_s:.0f} s it had not come to where it is measured, and the budget has no more time for it",
                        "give it a longer --budget")
     return Outcome("not_in_time", f"no training step was seen in the {patience_s:.0f} s that the budget gives its start",
                    "give it a longer --budget, or a configuration that starts sooner; a loop that uses "
