@@ -184,10 +184,10 @@ def test_ranks_that_are_late_in_turns_are_not_one_late_rank():
 
 def test_what_is_above_the_roof_counts_for_the_ceiling_only_where_it_is_known():
     rule = "nothing-to-gain"
-    assert lost(found(rule, base(busy=0.95))) == pytest.approx(0.05)
-    assert found(rule, base(busy=0.95)).confidence == "medium"
+    answer = found(rule, base(busy=0.95))
+    assert answer.bound is None and answer.confidence == "medium", "operators that are busy may be slow: 1.05x was called the most, 6x was there"
     answer = found(rule, base(busy=0.95, operators=(OperatorSeen("x", share=0.3, recoverable=0.02), OperatorSeen("scan", share=0.65))))
-    assert lost(answer) == pytest.approx(0.05) and answer.confidence == "medium", "nothing is known of most of the time"
+    assert answer.bound is None and answer.confidence == "medium", "nothing is known of most of the time"
     answer = found(rule, base(busy=0.95, operators=(OperatorSeen("x", share=0.7, recoverable=0.05), OperatorSeen("scan", share=0.25))))
     assert lost(answer) == pytest.approx(0.35) and answer.confidence == "medium", "a quarter of it may be slow"
     answer = found(rule, base(busy=0.95, operators=(OperatorSeen("x", share=0.9, recoverable=0.1), OperatorSeen("y", share=0.05))))

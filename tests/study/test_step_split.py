@@ -14,16 +14,16 @@ MS = 1_000_000
 
 @pytest.fixture
 def observed(monkeypatch):
-    """`observe` of a process on `device`, whose block had these parts in each of its steps of 200 ms."""
+    """`observe` of a process on `device`, whose block had these parts in each of its steps of 20 ms."""
     monkeypatch.setattr(baseline, "with_machine", lambda study, facts: None)
     monkeypatch.setattr(baseline.meter, "kernel_work", lambda pid: (0, 0.0))
 
-    def observe(device, **parts_ms):
+    def observe(device, slower=1, **parts_ms):
         asked = []
 
         def run_block(skip, steps, split):
             asked.append((skip, steps))
-            return Block([200 * MS] * steps, {name: round(ms * MS * steps) for name, ms in parts_ms.items()}, steps=skip + steps)
+            return Block([slower * 20 * MS] * steps, {name: round(slower * ms * MS * steps) for name, ms in parts_ms.items()}, steps=skip + steps)
 
         nothing = {name: lambda: None for name in ("thaw", "freeze", "resident_bytes", "ports")}
         trial = SimpleNamespace(run_block=run_block, ask=lambda question: {}, **nothing)
@@ -36,12 +36,20 @@ def observed(monkeypatch):
 
 
 def test_on_a_cpu_nothing_hides_what_the_host_waits_for(observed):
-    facts, split, asked = observed("cpu", input=50, backward=80, optimizer=20)
-    assert (facts["input_wait_ms"], facts["input_exposed_ms"], facts["optimizer_ms"]) == (50, None, 20)
-    assert split["input wait"] == 50 and split["forward and rest"] == 50 and asked == [(1, 50)]
+    facts, split, asked = observed("cpu", input=5, backward=8, optimizer=2)
+    assert (facts["input_wait_ms"], facts["input_exposed_ms"], facts["optimizer_ms"]) == (5, None, 2)
+    assert split["input wait"] == 5 and split["forward and rest"] == 5 and asked == [(1, 50)]
 
 
 def test_an_accelerator_hides_the_host_s_waits(observed):
-    facts, split, asked = observed("cuda", input=0, fetch=50, backward=120, optimizer=20)
-    assert (facts["input_wait_ms"], facts["input_exposed_ms"], facts["backward_ms"]) == (50, 0, 120)
-    assert split["input wait"] == 0 and split["forward and rest"] == 60 and asked == [(8, 50)]
+    facts, split, asked = observed("cuda", input=0, fetch=5, backward=12, optimizer=2)
+    assert (facts["input_wait_ms"], facts["input_exposed_ms"], facts["backward_ms"]) == (5, 0, 12)
+    assert split["input wait"] == 0 and split["forward and rest"] == 6 and asked == [(8, 50)]
+
+
+@pytest.mark.parametrize("slower", [1, 5])
+def test_parts_are_of_the_step_that_all_else_is_told_of(slower, observed):
+    """Seen under load: a step of 17 ms whose backward took 53 of them, and techniques that could "remove at most 0.0 % of a step"."""
+    facts, split, _ = observed("cpu", slower=slower, input=5, backward=8, optimizer=2)
+    assert (facts["input_wait_ms"], facts["backward_ms"], facts["optimizer_ms"]) == pytest.approx((5, 8, 2))
+    assert sum(split.values()) == pytest.approx(20) and split["forward and rest"] == pytest.approx(5)

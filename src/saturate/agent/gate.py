@@ -84,8 +84,8 @@ class Gate:
             self.parts[part] = self.parts.get(part, 0) + ns
 
     def _filling(self) -> bool:
-        """Whether this is a step that is skipped because devices may still be waiting for the host there."""
-        return self._timeline.queued and self.remaining > self._timed
+        """Whether this is a step that is skipped: no part of it is one of what is timed."""
+        return self.remaining > self._timed
 
     def _read(self, spans: list[tuple[str, Mark, Mark]]) -> None:
         for part, *marks in spans:

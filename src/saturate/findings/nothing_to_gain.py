@@ -24,7 +24,7 @@ or one whose idle time is not known, is not at its ceiling.
 What helps
 ----------
 A faster device, smaller number formats, or less work. The bound is what the time without computation and all time
-above the roof could give together; where the roof is not known it is the former alone, and the confidence is lower.
+above the roof could give together; where the roof of most of it is not known there is none, and the confidence is lower.
 
 References
 ----------
@@ -75,7 +75,7 @@ def detect(seen: Observations) -> Finding | None:
         seen,
         f"No lost time was found: {seen.device_name or 'the device'} computes for {percent(computing)} of the step{roof}.",
         evidence,
-        at_most(1.0 - computing, above, others),
+        None if above is None else at_most(1.0 - computing, above, others),     # busy operators may be slow ones
         direct=above is not None and others < UNKNOWN,
         advice="a faster device, smaller number formats or less work would be needed",
     )

@@ -42,7 +42,7 @@ CORES_TO_START = 2
 APART = 1.3
 
 
-def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts], list[Finding]]) -> bool:
+def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts, dict[str, Any]], list[Finding]]) -> bool:
     """Start the workload unchanged; False when it cannot be measured (then `study.refusal` says why). With a memory limit, one
     that runs out of memory is `study.starved`: all that is known then is what showed before its first forward.
 
@@ -62,7 +62,7 @@ def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts
                 live.trial.thaw()
                 stored["ceilings"] = live.trial.ask("ceilings")
                 stored["sources"] = sources.digests(live.trial.ask("sources"), study.request.argv, study.request.cwd)
-                found = diagnose(study, live, msgspec.convert(stored["facts"], Facts))
+                found = diagnose(study, live, msgspec.convert(stored["facts"], Facts), stored["ceilings"])
                 stored["findings"] = msgspec.to_builtins(found)
             finally:
                 bench.finish_live(live)
@@ -125,9 +125,11 @@ def observe(study: Study, live: Live) -> dict[str, Any]:
     faults_after, kernel_after_s = meter.kernel_work(live.hello["pid"])
     facts = live.trial.ask("facts")
     live.trial.freeze()
-    split = _split(block.parts, block.mean_ns * len(block.step_ns), steps)
+    # Shares of this block, as parts of the step that all else is told of: under load, one may take many times as long as the other.
+    parts = {name: ns * live.step_ms / block.mean_ns / steps for name, ns in block.parts.items()}
+    split = _split(parts, live.step_ms)
     with_machine(study, facts)
-    waited_ms, exposed_ms = _input_ms(block.parts, steps)
+    waited_ms, exposed_ms = _input_ms(parts)
     facts.update(step_ms=live.step_ms, input_wait_ms=waited_ms, input_exposed_ms=exposed_ms,
                  backward_ms=split.get("backward", 0.0), optimizer_ms=split.get("optimizer", 0.0),
                  gc_ms_per_step=split.get("garbage collector", 0.0),
@@ -194,19 +196,19 @@ def with_machine(study: Study, facts: dict[str, Any]) -> None:
                         "cpu_fp16_native": seen["cpu_fp16_native"] or machine.cpu_fp16_native}
 
 
-def _split(parts: dict[str, int], total_ns: float, steps: int) -> dict[str, float]:
-    """Milliseconds per step by part; "forward and rest" is what the seams do not see."""
+def _split(parts: Mapping[str, float], step_ms: float) -> dict[str, float]:
+    """A step by part, milliseconds; "forward and rest" is what the seams do not see."""
     names = {"input": "input wait", "backward": "backward", "optimizer": "optimizer", "gc": "garbage collector"}
-    split = {label: parts.get(name, 0) / steps / 1e6 for name, label in names.items() if name != "gc"}
-    rest = total_ns / steps / 1e6 - sum(split.values())
-    collector = parts.get("gc", 0) / steps / 1e6
+    split = {label: parts.get(name, 0.0) for name, label in names.items() if name != "gc"}
+    rest = step_ms - sum(split.values())
+    collector = parts.get("gc", 0.0)
     return {**split, "garbage collector": collector, "forward and rest": max(0.0, rest - collector)}
 
 
-def _input_ms(parts: Mapping[str, int], steps: int) -> tuple[float, float | None]:
+def _input_ms(parts: Mapping[str, float]) -> tuple[float, float | None]:
     """How long the host waits for input in a step, and of that what an accelerator had nothing to do; None: nothing hides it."""
-    exposed = parts.get("input", 0) / steps / 1e6
-    return (parts["fetch"] / steps / 1e6, exposed) if "fetch" in parts else (exposed, None)
+    exposed = parts.get("input", 0.0)
+    return (parts["fetch"], exposed) if "fetch" in parts else (exposed, None)
 
 
 def failed(study: Study, outcome: Outcome) -> bool:

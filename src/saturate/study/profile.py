@@ -30,6 +30,7 @@ from saturate.errors import EnvironmentProblem, SaturateError
 from saturate.machine import ceilings, telemetry
 from saturate.measure import stationary
 from saturate.records.analysis import Analysis, Finding, Integrity, Problem, Profile
+from saturate.records.ceilings import Ceilings
 from saturate.records.command_line import joined
 from saturate.records.encoding import encoded
 from saturate.records.facts import Facts
@@ -204,15 +205,16 @@ def _recorded_before_our_failure(seen: Seen) -> bool:
     return recorded and seen.ended is not None and seen.ended.kind == "agent_failed"
 
 
-def glance(study: Study, live: Live, facts: Facts) -> list[Finding]:
-    """What a brief look at a warm baseline finds, for `tune`. A note of the study says why where nothing can be seen.
+def glance(study: Study, live: Live, facts: Facts, reached: dict[str, Any]) -> list[Finding]:
+    """What a brief look at a warm baseline finds, for `tune`. `reached`: what `agent.ceilings.measure` says of its process. A note of the
+    study says why where nothing can be seen.
 
     Leaves the process such that nothing should be timed in it any more.
     """
     if find_spec("numpy") is None:
         study.notes.append("the baseline was not diagnosed: reading traces needs numpy (pip install 'saturate[trace]')")
         return []
-    seen = Seen(facts, step_ns=[round(live.step_ms * 1e6)])
+    seen = Seen(facts, step_ns=[round(live.step_ms * 1e6)], ceilings=_roofs(facts, reached))
     skip, period = _queue(facts, live.step_ms, queued=False)
     many, few = _whole(_LEAST_TIMED, period), _whole(recorded_steps(None, live.step_ms), period)
     cost_s = (2 * skip + many + PROFILED_IS_SLOWER * few) * live.step_ms / 1e3
@@ -241,6 +243,15 @@ def glance(study: Study, live: Live, facts: Facts) -> list[Finding]:
     for finding in found.findings[:3]:
         study.say(f"diagnosis: {finding.title}" + (f", worth {words.bound(finding.bound)}" if finding.bound else ""))
     return found.findings
+
+
+def _roofs(facts: Facts, reached: dict[str, Any]) -> Ceilings | None:
+    """What a process reached itself, as ceilings; None where one of both is missing. Caches are faster than the one copy that was
+    measured: of what they serve, too little time counts as lost, and never too much."""
+    rates = {name: reached[name] for name in ("float32", "bfloat16") if reached.get(name)}
+    if not rates or not reached.get("copy"):
+        return None
+    return Ceilings(device=facts.device, device_name=facts.device_name, torch=facts.torch, rates=rates, bandwidth={"copy": [(1, reached["copy"])]})
 
 
 def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: str, synthetic: bool, briefly: bool) -> None:
