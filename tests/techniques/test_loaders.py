@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import types
@@ -12,7 +13,9 @@ torch = pytest.importorskip("torch")
 
 from saturate import ranks  # noqa: E402 - after the import that decides whether to run at all
 from saturate.agent.context import Context  # noqa: E402
+from saturate.records.facts import Evidence, LoaderFacts  # noqa: E402
 from saturate.techniques import _loaders, loader_workers  # noqa: E402
+from saturate.techniques._api import Proof  # noqa: E402
 
 CHOOSES_LATER = """
 import multiprocessing, os
@@ -56,6 +59,70 @@ def test_a_loader_that_loses_its_workers_can_be_built_again():
         process._config.pop("daemon")
         context.undo()
     assert loader.multiprocessing_context is None
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Sinusoids, say, drawn by a generator of its own."""
+
+    def __init__(self, drawn=True):
+        self.random = random.Random(0) if drawn else None
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return torch.tensor(float(index))
+
+
+class Place(torch.utils.data.Sampler):
+    def __iter__(self):
+        for self.at in range(100):
+            yield self.at
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(100))
+
+
+DRAWS = "Drawing or its collate_fn has a random generator of its own (Random): each worker would draw the same numbers from a copy of it"
+
+
+@pytest.mark.parametrize("loaders, reason", [
+    ([], ""),
+    ([(Drawing(), {})], DRAWS),
+    ([(Drawing(), {"num_workers": 2})], DRAWS),
+    ([(Drawing(), {"num_workers": 1}), (list(range(4)), {}), (Drawing(), {})], f"{DRAWS}; it has fewer than two batches"),
+    ([(Stream(), {})], "the dataset is iterable: workers would change what is read"),
+    ([(Drawing(False), {"sampler": Place()})], "Place may go on where the last pass was left: workers are asked for batches ahead"),
+], ids=["none", "draws", "override", "two", "iterable", "place"])
+def test_why_no_loader_was_rewritten_is_said(loaders, reason):
+    """Seen: the reason was on stderr only, and the report said that none was rewritten."""
+    context, options = Context(torch), loader_workers.Options(workers=2, override=True)
+    loader_workers.apply(context, options)
+    try:
+        for dataset, arguments in loaders:
+            assert not context.loader_rewrites[0](dataset, {"batch_size": 10, "num_workers": 0, **arguments}, frozenset(arguments))
+        proof = loader_workers.active(Evidence(notes=dict(context.notes)), options)
+    finally:
+        context.undo()
+    assert proof == Proof(False, "no DataLoader was rewritten" + (f": {reason}" if reason else ""))
+
+
+def test_why_a_loader_has_lost_its_workers_is_said():
+    """The script gives its dataset a generator after the loader was built."""
+    context, options = Context(torch), loader_workers.Options(workers=2)
+    loader_workers.apply(context, options)
+    dataset = Drawing(False)
+    try:
+        changed = context.loader_rewrites[0](dataset, {"batch_size": 10, "num_workers": 0}, frozenset())
+        loader = torch.utils.data.DataLoader(dataset, 10, **changed)
+        dataset.random = random.Random(0)
+        assert len(list(loader)) == 10 and not loader.num_workers
+        proof = loader_workers.active(Evidence(notes=dict(context.notes), loaders=(LoaderFacts(num_workers=0),)), options)
+    finally:
+        context.undo()
+    assert proof == Proof(False, f"the DataLoader that the training reads from has no workers: {DRAWS}")
 
 
 @pytest.mark.parametrize("rank, lines", [(0, 1), (1, 0)])

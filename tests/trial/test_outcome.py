@@ -95,6 +95,60 @@ def test_what_is_printed_after_an_exception_is_not_why_it_ended(log, said) -> No
     assert (ended.kind, ended.reason) == ("crashed", said)
 
 
+FAKE = """\
+Traceback (most recent call last):
+  File "site-packages/torch/_dynamo/exc.py", line 723, in unimplemented
+    raise Unsupported(
+torch._dynamo.exc.TorchRuntimeError: RuntimeError when making fake tensor call
+  Explanation: Dynamo failed to run FX node with fake tensors: call_function <built-in function getitem>(*(FakeTensor(..., size=(16, 1)), \
+FakeTensor(..., size=(16, 1), dtype=torch.uint8)), **{}): got RuntimeError('tensors used as indices must be long, int, byte or bool tensors')
+  Hint: Your code may result in an error when running in eager.
+
+  Developer debug context:\x20
+
+ For more details about this graph break, please visit: https://meta-pytorch.github.io/compile-graph-break-site/gb/gb4315.html
+
+from user code:
+   File "/home/me/train.py", line 20, in forward
+    return self.net(x)
+           ^^^^^^^^^^^
+  File "/home/me/my nets.py", line 74, in forward
+    y = img[mask]
+        ^^^^^^^^^
+
+Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace
+"""
+LONG = "Detected data-dependent jump. " + "Dynamo does not support tracing dynamic control flow. " * 9
+BREAK = f"""{_RAISED}torch._dynamo.exc.Unsupported: Data-dependent jump
+  Explanation: {LONG}
+  Hint: Use `torch.cond` to express dynamic control flow.
+"""
+BACKEND = f"""{_RAISED}torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:
+RuntimeError: no compiler
+
+Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace
+"""
+
+
+@pytest.mark.parametrize("log, said", [
+    (FAKE, "torch._dynamo.exc.TorchRuntimeError: RuntimeError when making fake tensor call: RuntimeError('tensors used as indices must be long, "
+           "int, byte or bool tensors') (/home/me/my nets.py:74)"),
+    ("".join(f"[rank1]: {line}\n[rank0]: KeyError: 'not of this rank'\n" for line in FAKE.splitlines()),
+     "torch._dynamo.exc.TorchRuntimeError: RuntimeError when making fake tensor call: RuntimeError('tensors used as indices must be long, "
+     "int, byte or bool tensors') (/home/me/my nets.py:74)"),
+    (BREAK, f"torch._dynamo.exc.Unsupported: Data-dependent jump: {LONG[:197]}..."),
+    (BACKEND, "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised: RuntimeError: no compiler"),
+    (f"{_RAISED}torch._inductor.exc.InductorError: CppCompileError: C++ compile error\n\nCommand:\ng++ a.cpp\n",
+     "torch._inductor.exc.InductorError: CppCompileError: C++ compile error"),
+    (f"{_RAISED}torch._dynamo.exc.Unsupported: first\n{FAKE.partition('Hint')[0]}", "torch._dynamo.exc.TorchRuntimeError: RuntimeError when making fake "
+     "tensor call: RuntimeError('tensors used as indices must be long, int, byte or bool tensors')"),
+    (f"{_RAISED}ValueError: other:\n  Explanation: none of a compiler's\n", "ValueError: other:"),
+], ids=["fake", "ranks", "break", "backend", "inductor", "the last", "others"])
+def test_a_compiler_says_why_below_its_first_line(log, said) -> None:
+    """Seen: `RuntimeError when making fake tensor call` was all that was said of a mask of uint8."""
+    assert outcome.exception_line(log) == said and len(said) < 600 and "\n" not in said
+
+
 def test_who_asks_for_input_gets_the_remedy_whatever_is_printed_afterwards() -> None:
     ended = outcome.classify({"ended": "exit", "code": 1}, f"{_RAISED}EOFError: EOF when reading a line\nbye\n", 0, False, None)
     assert "< FILE" in ended.remedy

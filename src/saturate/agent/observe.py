@@ -17,6 +17,7 @@ from saturate.agent.context import forward_overridden, is_ours, living
 from saturate.data import batches
 from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
 from saturate.techniques import _common
+from saturate.techniques._given import referable
 
 #: The launchers' variables as a trial's command was given them: whoever set them did not start the ranks of this trial.
 inherited: dict[str, str] = {}
@@ -110,12 +111,39 @@ class ChangeWatch:
 # -- loaders ---------------------------------------------------------------------------------------------------------
 
 
+#: Loaders that are told apart, at most: a script may build others in each epoch.
+MOST_LOADERS = 8
+
+
 def remember_loader(session: Any, iterator: Any, batch: Any) -> None:
-    """Facts of a loader at its first batch. Kept as values: a reference would keep the user's dataset alive."""
-    key = (type(iterator._dataset), iterator._num_workers, getattr(iterator._index_sampler, "batch_size", None))
-    if key not in session.loaders:
-        session.loaders[key] = {"facts": _loader_facts(session.torch, iterator, batch)}
-    session.loaders[key]["workers"] = getattr(iterator, "_workers", [])
+    """Facts of a loader at its first batch, first of the one that is trained on: whose batches the most backward passes follow at once.
+    Frameworks validate before they train, with a dataset of the same class. Kept as values: a reference would keep the user's
+    dataset alive."""
+    found = dict(session.loaders)       # another thread may fetch batches, too
+    for one in found.values():
+        if one["since"] is not None:    # its batch was the one before this
+            one["trained_on"] += session.backwards > one["since"]
+            one["since"] = None
+    key = _which_loader(found, iterator)
+    entry = found.setdefault(key, {"trained_on": 0}) | {"workers": getattr(iterator, "_workers", []), "since": session.backwards}
+    entry["dataset"] = weakref.ref(iterator._dataset) if referable(iterator._dataset) else None
+    if "facts" not in entry:
+        entry["facts"] = _loader_facts(session.torch, iterator, batch)
+    found[key] = entry
+    if len(found) > MOST_LOADERS:
+        del found[min((other for other in found if other != key), key=lambda other: found[other]["trained_on"])]
+    session.loaders = dict(sorted(found.items(), key=lambda item: -item[1]["trained_on"]))
+
+
+def _which_loader(loaders: dict[Any, Any], iterator: Any) -> tuple[Any, ...]:
+    """The key of a loader. One that is built anew in each epoch is known again by its dataset, which may grow, or where its new dataset
+    is as long as the one before."""
+    dataset = iterator._dataset
+    kind = type(dataset), iterator._num_workers, getattr(iterator._index_sampler, "batch_size", None)
+    for key, entry in loaders.items():
+        if key[:3] == kind and entry["dataset"] is not None and entry["dataset"]() is dataset:
+            return key
+    return *kind, _length(dataset)
 
 
 def _loader_facts(torch: Any, iterator: Any, batch: Any) -> LoaderFacts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
@@ -41,13 +42,45 @@ class Places:
         """The same outside every library; where there is none, the nearest."""
         return self._first(frame, 2) or self._first(frame, 1)
 
-    def _first(self, frame: Any, least: int) -> tuple[str, int, str] | None:
+    def fetched(self, frame: Any, fetch: Any) -> tuple[str, int, str] | None:
+        """What a batch waits for, in the code `fetch` that fetches it: the user's innermost line inside of it, else the line of the
+        user's loop that asks for the batch. Where a library has the loop, the user's next line outwards starts the whole training:
+        then the library's line inside of it that is nearest to the loader, which is the dataset's method or the function that
+        collates. None where there is none, and outside of `fetch`."""
+        inside: dict[int, Any] = {}     # by kind: the user's innermost, a library's outermost
+        while frame is not None and frame.f_code is not fetch:
+            kind = self.kind(frame.f_code.co_filename)
+            if kind == 1 or kind not in inside:
+                inside[kind] = frame
+            frame = frame.f_back
+        if frame is None:
+            return None
+        return _place(inside.get(2) or self._loop(frame) or inside.get(1))
+
+    def _loop(self, frame: Any) -> Any:
+        """The user's frame that asks for what `frame` fetches; None where another function does. A library's generator only hands
+        on what it is asked for, as tqdm's."""
         while frame is not None:
-            file = frame.f_code.co_filename
-            if self.kind(file) >= least:
-                return readable(file), frame.f_lineno or frame.f_code.co_firstlineno, frame.f_code.co_name
+            kind = self.kind(frame.f_code.co_filename)
+            if kind == 2:
+                return frame
+            if kind == 1 and not frame.f_code.co_flags & inspect.CO_GENERATOR:
+                return None
             frame = frame.f_back
         return None
+
+    def _first(self, frame: Any, least: int) -> tuple[str, int, str] | None:
+        while frame is not None and self.kind(frame.f_code.co_filename) < least:
+            frame = frame.f_back
+        return _place(frame)
+
+
+def _place(frame: Any) -> tuple[str, int, str] | None:
+    """File (as `readable` text), line and function."""
+    if frame is None:
+        return None
+    code = frame.f_code
+    return readable(code.co_filename), frame.f_lineno or code.co_firstlineno, code.co_name
 
 
 def readable(name: str) -> str:

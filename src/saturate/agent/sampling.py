@@ -19,7 +19,7 @@ from typing import Any
 from saturate.agent import kinds
 from saturate.agent.clocked import Step, training_steps
 from saturate.agent.fetched import described
-from saturate.agent.partclock import PartClock
+from saturate.agent.partclock import REST, PartClock
 from saturate.agent.places import Places
 from saturate.agent.window import Window
 from saturate.techniques._standard import standard
@@ -27,6 +27,9 @@ from saturate.techniques._standard import standard
 resource = standard("resource")
 
 PERIOD_S = 0.005
+
+#: An optimizer's step, until it is known whether a closure of the script's ran in it up to here.
+_STEP = "step"
 
 #: How long the training thread may keep the sampler waiting while it runs Python: what is seen is where it was then.
 _SWITCH_S = 1e-5
@@ -40,6 +43,7 @@ class Sampling(Window):
         self.clock = session.clock
         self.parts = PartClock(session.clock)
         self.fetching = 0
+        self.fetch: Any = None          # the code that fetches a batch
         self.fetch_ns = 0
         self.fetch_cpu_ns = 0
         self.fetch_queued_ns = 0        # ready to run, on a core that was busy with something else
@@ -88,7 +92,9 @@ class Sampling(Window):
         self._sampler.start()
 
     def _lap(self) -> None:
-        self.clocked.append(Step(self.session.evaluated, self.parts.lap(), self._batches, self._begins))
+        parts = self.parts.lap()
+        _settle(parts, "optimizer")
+        self.clocked.append(Step(self.session.evaluated, parts, self._batches, self._begins))
         self._batches, self._begins = 0, False
 
     def finish(self) -> None:
@@ -150,12 +156,13 @@ class Sampling(Window):
                 self.fetching -= 1
                 self.parts.leave()
 
+        self.fetch = next_batch.__code__
         self.replace(_BaseDataLoaderIter, "__next__", next_batch)
 
     def _watch_parts(self) -> None:
         torch = self.torch
         for name in ("backward", "grad"):
-            timed = self.parts.around("backward", getattr(torch.autograd, name))
+            timed = self.parts.around("backward", self._in_closure(getattr(torch.autograd, name)))
             self.replace(torch.autograd, name, torch._disable_dynamo(timed))
         self._watch_updates()
         if not self.session.inspection.compiled:        # dynamo guards on hooks
@@ -178,6 +185,19 @@ class Sampling(Window):
         self.on_undo(hooks.register_module_forward_pre_hook(before).remove)
         self.on_undo(hooks.register_module_forward_hook(after, always_call=True).remove)
 
+    def _in_closure(self, original: Any) -> Any:
+        """A backward pass. Inside of a step it is a closure's, and so was what the step did until now: only what follows the last
+        one is the optimizer (as in `trace.phases`, where is said what that costs LBFGS)."""
+        thread = threading.get_ident()
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                _settle(self.parts.ns, REST)
+            return original(*args, **kwargs)
+
+        return backward
+
     def _watch_updates(self) -> None:
         """The seam around `Optimizer.step`, and the `zero_grad` of each class: subclasses bring their own. Hooks cannot be
         added here, inside one."""
@@ -186,10 +206,11 @@ class Sampling(Window):
 
         def step_begins(optimizer: Any) -> None:
             begins(optimizer)
-            self.parts.enter("optimizer")
+            self.parts.enter(_STEP)
 
         def step_ends(optimizer: Any) -> None:
             self.parts.leave()
+            _settle(self.parts.ns, "optimizer")
             ends(optimizer)
 
         session.step_begins, session.step_ends = step_begins, step_ends
@@ -230,6 +251,12 @@ class Sampling(Window):
         return None if None in counts else sum(count for count in counts if count is not None)
 
 
+def _settle(parts: dict[str, int], part: str) -> None:
+    """What was clocked of an optimizer's step until now belongs to `part`."""
+    if ns := parts.pop(_STEP, 0):
+        parts[part] = parts.get(part, 0) + ns
+
+
 class Sampler(threading.Thread):
     """Looks at the training thread and at the states of the workers.
 
@@ -262,7 +289,7 @@ class Sampler(threading.Thread):
         frame = sys._current_frames().get(self._thread)
         if frame is None or not self._window.fetching:
             return
-        place = self._places.users(frame)       # before anything lets the training thread go on
+        place = self._places.fetched(frame, self._window.fetch)     # before anything lets the training thread go on
         self.fetching += 1
         self.waiting += task_state(os.getpid(), self._native) == "D"
         if place is not None:

@@ -83,11 +83,20 @@ TECHNIQUE = Technique(
     touches=(Touch("loader", 10), Touch("loader-workers")),
 )
 
+#: The note on why loaders are left alone; of as many reasons at most.
+LEFT_ALONE = f"{TECHNIQUE.id}:left alone"
+MOST_REASONS = 3
+
 #: Open files that a training with workers may have, where the system allows so many.
 MOST_FILES = 65_536
 
 #: Batches that each worker keeps ready by default (torch's own).
 PREFETCH = 2
+
+
+#: Why some loaders have none.
+_ITERABLE = "the dataset is iterable: workers would change what is read"
+_IN_A_WORKER = "it is read inside of a worker, which can have none of its own"
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ class Options:
 
 def _refusal(loader: LoaderFacts) -> str:
     if loader.iterable:
-        return "the dataset is iterable: workers would change what is read"
+        return _ITERABLE
     if loader.holds_device_tensors:
         return "the dataset yields tensors that live on a device already"
     return ""
@@ -176,10 +185,18 @@ def apply(context: Any, options: Options) -> str:
     count = 0
     made_persistent: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()     # datasets by id
     given_workers = Given()
+    reasons: dict[str, None] = {}
+
+    def leave_alone(reason: str) -> None:
+        reasons[reason] = None
+        context.note(LEFT_ALONE, "; ".join(list(reasons)[:MOST_REASONS]))
 
     def rewrite(dataset: Any, arguments: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
         nonlocal count
-        changes = _changes(dataset, arguments, options, context.torch)
+        if reason := _left_alone(dataset, arguments, options, context.torch):
+            leave_alone(reason)
+            return {}
+        changes = _changes(dataset, arguments, options)
         if "persistent_workers" in changes:
             made_persistent[id(dataset)] = dataset
         if "num_workers" in changes and not arguments.get("num_workers"):
@@ -198,7 +215,7 @@ def apply(context: Any, options: Options) -> str:
     over: weakref.WeakSet[Any] = weakref.WeakSet()         # iterators that have said that there are no more batches
     _keep_order(context, ours)
     _begin_late(context, given_workers, waiting, over)
-    _keep_passes(context, ours, given_workers, over)
+    _keep_passes(context, ours, given_workers, over, leave_alone)
     _let_copy(context, ours)
     also = ", whatever the script chose" if options.override else ""
     return f"DataLoaders get up to {options.workers} workers{also}, persistent {options.persistent}, prefetch {options.prefetch}"
@@ -308,7 +325,7 @@ def _begin_late(context: Any, given: Given, waiting: Any, over: Any) -> None:
     context.set_attribute(iterator, "_next_data", late_next)
 
 
-def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: Any) -> None:
+def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: Any, leave_alone: Callable[[str], None]) -> None:
     """Five things that workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one
     that is not over, as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. And a file that
     was opened since the loader was built would be shared by all of them, and a generator that was made since copied. And a
@@ -322,8 +339,8 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
 
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
-        if self._iterator is None and self.num_workers and (multiprocessing.current_process().daemon or (
-                self in given and any(ask(self.dataset, self.collate_fn) for ask in (_loaders.shared_file, _draws_alone)))):
+        if self._iterator is None and self.num_workers and (reason := _lost(self, given)):
+            leave_alone(reason)
             vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None, _DataLoader__multiprocessing_context=None)
         if self in given and self._iterator is not None and not all(worker.is_alive() for worker in self._iterator._workers):
             end(self._iterator)         # the kernel has ended one between two passes
@@ -367,22 +384,33 @@ def _let_copy(context: Any, ours: Callable[[Any], bool]) -> None:
     context.set_attribute(kind, "__getstate__", state)
 
 
-def _draws_alone(dataset: Any, collate_fn: Any) -> bool:
-    """Whether each worker would draw the same numbers as the others: then the loader gets none, and a line on stderr says so."""
+def _lost(loader: Any, given: Given) -> str:
+    """Why a loader that has workers cannot keep them, or ""."""
+    if multiprocessing.current_process().daemon:
+        return _IN_A_WORKER
+    if loader not in given:
+        return ""
+    file = _loaders.shared_file(loader.dataset, loader.collate_fn)
+    return f"its workers would share an open file ({file})" if file else _draws_alone(loader.dataset, loader.collate_fn)
+
+
+def _draws_alone(dataset: Any, collate_fn: Any) -> str:
+    """Why each worker would draw the same numbers as the others, or "": then the loader gets none, and a line on stderr says so."""
     own = _loaders.own_generator(dataset, collate_fn)
-    if own:
-        _say_once(f"{type(dataset).__name__} or its collate_fn has a random generator of its own ({own}): each worker would draw "
-                  "the same numbers from a copy of it, so there are none")
-    return bool(own)
+    return _said(f"{type(dataset).__name__} or its collate_fn has a random generator of its own ({own}): each worker would draw "
+                 "the same numbers from a copy of it") if own else ""
 
 
-def _draws_between(sampler: Any) -> bool:
-    """Whether a sampler that is asked ahead would draw before the training what it draws after it: a line on stderr says so."""
+def _draws_between(sampler: Any) -> str:
+    """Why a sampler that is asked ahead would draw before the training what it draws after it, or "": a line on stderr says so."""
     kind = _loaders.draws_as_it_goes(sampler)
-    if kind:
-        _say_once(f"{kind} draws random numbers between two indices: asked for batches ahead by workers, it would draw them before those "
-                  "that the training draws, so there are none")
-    return bool(kind)
+    return _said(f"{kind} draws random numbers between two indices: asked for batches ahead by workers, it would draw them before "
+                 "those that the training draws") if kind else ""
+
+
+def _said(reason: str) -> str:
+    _say_once(f"{reason}, so there are none")
+    return reason
 
 
 def _say_order(sampler: str) -> None:
@@ -424,24 +452,34 @@ def _references(loader: Any) -> int:
 _ALONE = _references(types.SimpleNamespace(_iterator=types.SimpleNamespace()))      # what Python itself adds
 
 
-def _changes(dataset: Any, arguments: dict[str, Any], options: Options, torch: Any) -> dict[str, Any]:
-    """What to change about one DataLoader; nothing when it cannot have workers. An argument that the user gave its
-    default value counts as left alone: frameworks pass all of them."""
-    if isinstance(dataset, torch.utils.data.IterableDataset) or multiprocessing.current_process().daemon:
-        return {}
-    if any(map(_loaders.keeps_its_place, (arguments.get("sampler"), arguments.get("batch_sampler")))):
-        return {}
+def _left_alone(dataset: Any, arguments: dict[str, Any], options: Options, torch: Any) -> str:
+    """Why nothing is changed about a DataLoader, or ""."""
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return _ITERABLE
+    if multiprocessing.current_process().daemon:
+        return _IN_A_WORKER
+    samplers = arguments.get("sampler"), arguments.get("batch_sampler")
+    for sampler in samplers:
+        if _loaders.keeps_its_place(sampler):
+            return f"{type(sampler).__name__} may go on where the last pass was left: workers are asked for batches ahead"
+    if arguments.get("num_workers") and not options.override:
+        return ""
+    if _loaders.batches(dataset, arguments) < 2:
+        return "it has fewer than two batches"
+    if not _loaders.may_have_workers(dataset, arguments, torch):
+        return f"workers cannot receive {type(dataset).__name__}: it holds tensors of a device or an open file, or cannot be brought to spawned ones"
+    return _draws_alone(dataset, arguments.get("collate_fn")) or next(filter(None, map(_draws_between, samplers)), "")
+
+
+def _changes(dataset: Any, arguments: dict[str, Any], options: Options) -> dict[str, Any]:
+    """What to change about one DataLoader that can have workers. An argument that the user gave its default value counts as left alone:
+    frameworks pass all of them."""
     changes: dict[str, Any] = {}
     workers = arguments.get("num_workers") or 0
-    if not workers or options.override:
-        if not _loaders.may_have_workers(dataset, arguments, torch) or _draws_alone(dataset, arguments.get("collate_fn")):
-            return {}
-        if any(map(_draws_between, (arguments.get("sampler"), arguments.get("batch_sampler")))):
-            return {}
-        if (count := min(options.workers, _loaders.batches(dataset, arguments))) != workers:
-            changes["num_workers"] = count
-            if not workers and arguments.get("multiprocessing_context") is None:
-                changes["multiprocessing_context"] = _loaders.start_method()    # else to start them settles it for the script
+    if (not workers or options.override) and (count := min(options.workers, _loaders.batches(dataset, arguments))) != workers:
+        changes["num_workers"] = count
+        if not workers and arguments.get("multiprocessing_context") is None:
+            changes["multiprocessing_context"] = _loaders.start_method()    # else to start them settles it for the script
     # `_keep_order` must know a persistent one again.
     if options.persistent and referable(dataset) and not arguments.get("persistent_workers"):
         changes["persistent_workers"] = True
@@ -451,11 +489,12 @@ def _changes(dataset: Any, arguments: dict[str, Any], options: Options, torch: A
 
 
 def active(evidence: Evidence, options: Options) -> Proof:
-    seen = evidence.notes.get(TECHNIQUE.id, "")
+    seen, reason = evidence.notes.get(TECHNIQUE.id, ""), evidence.notes.get(LEFT_ALONE, "")
+    why = f": {reason}" if reason else ""
     if not seen:
-        return Proof(False, "no DataLoader was rewritten")
+        return Proof(False, f"no DataLoader was rewritten{why}")
     if not any(loader.num_workers for loader in evidence.loaders):
-        return Proof(False, "the DataLoader that the training reads from has no workers")
+        return Proof(False, f"the DataLoader that the training reads from has no workers{why}")
     if not evidence.live_workers:
         return Proof(False, "no worker process was seen alive")
     return Proof(True, f"{seen}, {evidence.live_workers} worker processes alive")

@@ -10,7 +10,8 @@ On a CPU the training thread's time is split. In this order, the first that hold
     communication  a collective runs, on any thread, and this thread is in no operator: it waits for it
     backward       `saturate.backward`; without that label what the autograd engine ran, on any thread
     forward        the forward of a labelled module, `DistributedDataParallel.forward`
-    optimizer      `Optimizer.step#`, `Optimizer.zero_grad#`, but for the passes of a closure inside
+    optimizer      `Optimizer.step#`, `Optimizer.zero_grad#`; of a step that evaluates a closure what follows the closure's last
+                   backward pass
     between        an operator, or up to 200 us of Python between two of the above or of operators; it belongs to forward when
                    a forward or backward pass comes next (the loss, augmentation), else to the optimizer (clipping,
                    averages of weights). Without a recorded optimizer, what follows a backward pass is the optimizer and the
@@ -32,7 +33,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from saturate.trace.breakdown import COMMUNICATION_OPERATORS, Work, communication, work
-from saturate.trace.columns import MEMCPY, Column, Trace
+from saturate.trace.columns import MEMCPY, Column, HostEvents, Trace
 from saturate.trace.copies import FROM_HOST, TO_HOST
 from saturate.trace.gaps import INPUT, SYNC, edges, gaps
 from saturate.trace.intervals import EMPTY, Intervals, contains, intersect, join, length, subtract, union
@@ -43,6 +44,7 @@ PARTS = ("input", "host_to_device", "forward", "backward", "optimizer", "communi
 
 _OPTIMIZER = re.compile(r"^Optimizer\.(step|zero_grad)#")
 _UPDATE = re.compile(r"^Optimizer\.step#")
+_CLEARING = re.compile(r"^Optimizer\.zero_grad#")
 _FORWARD = re.compile(r"^saturate\.module |^(DistributedDataParallel|FullyShardedDataParallel|FSDP)\S*\.forward$")
 _BACKWARD = re.compile(r"^saturate\.backward$")
 _ENGINE = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
@@ -96,8 +98,9 @@ def calibrated(trace: Trace, clocked: dict[str, int]) -> dict[str, int]:
     found = host(trace, view)
     parts = _of_cpu(trace, view)
     groups = {"input": found.input}
-    for name, around in (("backward", _backward(trace, view)), ("forward", _own(trace, view, _FORWARD)),
-                         ("optimizer", _own(trace, view, _OPTIMIZER))):
+    backward = _backward(trace, view)
+    for name, around in (("backward", backward), ("forward", _own(trace, view, _FORWARD)),
+                         ("optimizer", join(_own(trace, view, _CLEARING), _updates(trace, view, backward)))):
         if clocked.get(name):       # what no clock saw (a function that the script imported by name) is in what was around it
             groups[name] = subtract(intersect(around, view.steps), join(*groups.values()))
     groups["rest"] = subtract(view.steps, join(*groups.values()))
@@ -137,14 +140,16 @@ def host(trace: Trace, view: Window) -> Host:
         left = subtract(left, taken)
         return taken
 
-    landmarks = {"input": loader(trace, view) or EMPTY, "optimizer": _own(trace, view, _OPTIMIZER),
-                 "backward": _backward(trace, view), "forward": _own(trace, view, _FORWARD)}
+    backward = _backward(trace, view)
+    updates = _updates(trace, view, backward)
+    landmarks = {"input": loader(trace, view) or EMPTY, "optimizer": join(_own(trace, view, _CLEARING), updates),
+                 "backward": backward, "forward": _own(trace, view, _FORWARD)}
     running = _operators(trace, view)
     fetched = take(landmarks["input"])
     sync = take(_own(trace, view, LABELLED_SYNC))
     waited = take(subtract(_collectives(trace), running))
     named_parts = {name: take(landmarks[name]) for name in ("backward", "forward", "optimizer")}
-    landmarks["optimizer"] = _own(trace, view, _UPDATE)     # gradients may be cleared before a forward pass or after it
+    landmarks["optimizer"] = updates        # gradients may be cleared before a forward pass or after it
     between = _between(left, running, landmarks)
     return Host(
         input=fetched, sync=sync, communication=waited, backward=named_parts["backward"],
@@ -155,12 +160,30 @@ def host(trace: Trace, view: Window) -> Host:
 
 def _own(trace: Trace, view: Window, pattern: re.Pattern[str]) -> Intervals:
     """Annotations and operators of the training thread whose name matches."""
+    found = [(events, _of_thread(trace, view, events, pattern)) for events in (trace.annotations, trace.operators)]
+    return join(*(spans(events, rows) for events, rows in found))
+
+
+def _of_thread(trace: Trace, view: Window, events: HostEvents, pattern: re.Pattern[str]) -> Column:
+    rows = named(trace, events.name, pattern)
+    if view.thread is not None:
+        rows &= events.tid == view.thread
+    return np.flatnonzero(rows)
+
+
+def _updates(trace: Trace, view: Window, backward: Intervals) -> Intervals:
+    """The optimizer's own part of its steps. Lightning trains in a closure that the step evaluates: forward pass, loss and its
+    own hooks would count for the optimizer. So, where backward passes run inside of a step, only what follows the last of
+    them does. An optimizer that evaluates its closure several times (LBFGS) has work of its own between two evaluations, which
+    is lost to it here: nothing tells it from the loss of a closure with several backward passes (an equation of derivatives, as in PINNs),
+    which takes longer."""
     found = []
     for events in (trace.annotations, trace.operators):
-        rows = named(trace, events.name, pattern)
-        if view.thread is not None:
-            rows &= events.tid == view.thread
-        found.append(spans(events, np.flatnonzero(rows)))
+        rows = _of_thread(trace, view, events, _UPDATE)
+        start, end = events.start[rows], events.end[rows]
+        last = np.searchsorted(backward.end, end, "right") - 1      # of the passes that end inside, where it has any
+        done = np.concatenate([backward.end, [0]])[last]            # -1: there is none
+        found.append(union(np.where((last >= 0) & (done > start), done, start), end))
     return join(*found)
 
 

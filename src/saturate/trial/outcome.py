@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from dataclasses import dataclass
@@ -127,6 +128,12 @@ _CHAINS = ("During handling of the above exception, another exception occurred:"
 _RANK = re.compile(r"\[(?:rank|default)\d+\]: ?")         # what torch and torchrun put before each line of a rank
 _GROUP = "  | "                                           # and Python before each line of an exception group
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::|$)")
+#: Compilers of torch's, which say in a line below what they met and where; and the most of that which is said.
+_COMPILERS = ("torch._dynamo.exc.", "torch._inductor.exc.")
+_MET = re.compile(r"^ *Explanation: (?:.*?: got )?(?P<met>.+)", re.MULTILINE)
+_USER_CODE = re.compile(r"^from user code:\n(?P<frames>(?: +.*\n?)+)", re.MULTILINE)
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)
+_MOST_MET = 200
 #: What a launcher raises because a process of its own failed; why it failed was printed before.
 _LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessExitedException")
 
@@ -344,22 +351,45 @@ def _exceptions(log: str) -> list[tuple[str, str, str]]:
     """(rank, class, line) of the exception below each traceback."""
     inside: dict[str, bool] = {}
     found: list[tuple[str, str, str]] = []
-    for line in log.splitlines():
-        mark = _RANK.match(line)
-        rank = mark.group() if mark else ""
-        text = line[len(rank):].removeprefix(_GROUP)
+    lines = [_of_rank(line) for line in log.splitlines()]
+    for number, (rank, text) in enumerate(lines):
         exception = _EXCEPTION.match(text)
         if _TRACEBACK in text:
             inside[rank] = True
         elif inside.get(rank) and exception:
             inside[rank] = False
-            found.append((rank, exception.group(1).rpartition(".")[2], text.strip()[:300]))
+            said = text.strip()[:300]
+            if text.startswith(_COMPILERS):
+                below = (more for other, more in lines[number + 1:] if other == rank)
+                said += _compilers_reason(said, "\n".join(itertools.takewhile(lambda more: _TRACEBACK not in more, below)))
+            found.append((rank, exception.group(1).rpartition(".")[2], said))
     return found
+
+
+def _of_rank(line: str) -> tuple[str, str]:
+    """The mark of its rank, and what stands behind that."""
+    mark = _RANK.match(line)
+    rank = mark.group() if mark else ""
+    return rank, line[len(rank):].removeprefix(_GROUP)
+
+
+def _compilers_reason(said: str, below: str) -> str:
+    """What a compiler of torch's met, and the line of the training where: its first line says only what it was about to do, and what is
+    below it is pages. "" where it does not tell."""
+    met = _MET.search(below)
+    opens = said.endswith(":")      # "backend='inductor' raised:"
+    text = met["met"].strip() if met else below.partition("\n")[0].strip() if opens else ""
+    text = text if len(text) <= _MOST_MET else f"{text[:_MOST_MET - 3]}..."
+    code = _USER_CODE.search(below)
+    frames = _FRAME.findall(code["frames"]) if code else []
+    place = f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""
+    return (f"{'' if opens else ':'} {text}" if text else "") + place
 
 
 def exception_line(text: str) -> str:
     """The first line of the exception that a log, or a traceback alone, ends with: what follows it is advice (a CUDA error has five
-    lines, of which the last says the same of any error) or comes from somewhere else. The last line where there is none."""
+    lines, of which the last says the same of any error) or comes from somewhere else; a compiler of torch's says the reason there,
+    which is put behind it. The last line where there is none."""
     return _raised(text) or _last_line(text)
 
 
