@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "trial": {"records", "machine.redaction"},
     "agent": {"techniques", "checkpoints", "data", "measure.placement", "records.addresses", "records.facts", "trace._arguments", "trace._matrix_costs"},
     "techniques": {"checkpoints", "data", "records.facts"},
-    "checkpoints": set(),
+    "checkpoints": {"records.sizes"},
     "data": {"checkpoints.durable", "checkpoints.host_memory", "machine.facts"},
     "inference": {"trial", "techniques._api", "techniques._registry", "techniques._trees", "measure", "machine", "records", "report", "checkpoints.durable"},
     "measure": set(),
