@@ -225,6 +225,10 @@ def test_why_nobody_knows_when_it_pays_back():
 
     assert said("the study ended before the final race") == "not known: the study ended before the final race"
     assert said(words.NEVER).startswith("never: ")
+    least = words.not_before(20_508, 48.5)
+    assert said(least) == least and least.startswith("not before 20,508 steps (about 16 min 35 s): ")
+    shown = plain(msgspec.structs.replace(win, result=msgspec.structs.replace(win.result, break_even_steps=None, break_even_reason=least)))
+    assert "\npays back not before 20,508 steps (about 16 min 35 s): no start of" in shown
 
 
 def test_one_pair_is_no_noise_but_a_budget_that_ended():
@@ -267,3 +271,17 @@ def test_a_budget_that_noise_used_up_is_not_called_noise():
     said = plain(undecided(techniques=techniques, noise_floor=0.114), 120)
     assert said.startswith("Undecided within the budget") and "before anything could be tried" in said
     assert plain(undecided(noise_floor=0.114), 120).startswith("Too noisy to decide")
+
+
+@pytest.mark.parametrize("fate", ["failed", "not_applied", "not_tried"])
+def test_what_had_no_gain_of_its_own_was_tried_all_the_same(fate):
+    """Seen: one crashed and a pair was raced, one could not be applied; "before anything could be tried"."""
+    techniques = [msgspec.structs.replace(o, fate="not_tried", gain=None, gain_ci=None) for o in undecided().result.techniques]
+    techniques[0] = msgspec.structs.replace(techniques[0], fate=fate)
+    record = undecided(techniques=techniques, noise_floor=0.114)
+    if fate == "not_tried":
+        pair = msgspec.structs.replace(record.races[0], question="add one + two to baseline", a=[], b=["one", "two"])
+        record = msgspec.structs.replace(record, races=[*record.races, pair])
+    said = " ".join(plain(record, 120).split())
+    assert said.startswith("Undecided within the budget") and "what was tried shows no gain that counts, and the budget ended before the rest" in said
+    assert "before anything could be tried" not in said

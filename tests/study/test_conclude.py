@@ -68,7 +68,8 @@ def raced(a_ms: float = 10.0, b_ms: float = 8.0, pairs: int = 3, low: float = 0.
     (raced(), ("one",), "out of memory", "the baseline does not run"),
 ])
 def test_a_recipe_never_pays_back_only_where_a_final_race_shows_it(final, kept, starved, reason):
-    study = SimpleNamespace(final=final, search=SimpleNamespace(kept=kept), starved=starved)
+    kept = tuple(SimpleNamespace(label=lambda one=one: one) for one in kept)
+    study = SimpleNamespace(final=final, search=SimpleNamespace(kept=kept), starved=starved, store=SimpleNamespace(trials=list))
     assert summary._why_no_break_even(study, None).startswith(reason)
     assert summary._why_no_break_even(study, 40) == ""
 

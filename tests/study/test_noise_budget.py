@@ -10,7 +10,7 @@ import pytest
 from saturate.errors import TooNoisy, WorkloadFailed
 from saturate.measure import race
 from saturate.records.facts import Facts
-from saturate.study import baseline, tune
+from saturate.study import baseline, deadline, tune
 from saturate.study.race_pair import KernelWork
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
@@ -67,6 +67,42 @@ def test_a_verification_run_that_cannot_end_in_time_is_not_begun(monkeypatch, us
     found = tune._is_measurable(study, SimpleNamespace(check_baseline=lambda: runs.append("run"), note=None), None, (), end=130.0)
     assert found is asked is bool(runs) and study.needs_budget == needs
     assert asked or f"give it --budget {needs}" in study.refusal
+
+
+@pytest.mark.parametrize(("budget_s", "used_s", "start_s", "step_ms", "run_s", "needs"), [
+    (180.0, 132.0, 18.6, 1051.0, 82.6, "9m"),       # Seen: a pair was begun with 48 s left, and took 127 s
+    (180.0, 156.0, 17.0, 1948.0, 101.0, "11m"),     # ... with 24 s left, and took 91 s
+    (180.0, 60.0, 6.3, 685.0, 42.0, ""),            # it tried one technique
+    (180.0, 90.0, 80.0, 50.0, 9.0, ""),             # only the first start was slow
+    (180.0, 150.0, 14.0, 141.0, 15.0, ""),          # it may end a little late
+    (30.0, 20.0, 9.0, 1.0, 9.5, ""),                # as it may with a short budget
+    (180.0, 181.0, 4.0, 1.0, 170.0, "13m"),         # that is over
+    (180.0, 170.0, 80.0, 5000.0, None, ""),         # a resumed study may know its noise
+])
+def test_no_pair_is_begun_behind_which_nothing_can_be_tried_in_time(monkeypatch, budget_s, used_s, start_s, step_ms, run_s, needs):
+    monkeypatch.setattr(deadline.time, "monotonic", lambda: 100.0 + used_s)
+    study = SimpleNamespace(request=SimpleNamespace(budget_s=budget_s), started=100.0, needs_budget="", baseline={"step_ms": step_ms, "startup_s": start_s})
+    refusal = deadline.out_of_time(study, 100.0 + budget_s, run_s)
+    assert study.needs_budget == needs and bool(refusal) is bool(needs)
+    assert not needs or f"give it --budget {needs}" in refusal and ("ends before anything can be tried" in refusal) is (used_s < budget_s)
+
+
+@pytest.mark.parametrize(("known", "looks"), [(None, False), ([None], True)])
+def test_a_study_that_cannot_try_anything_does_not_look_at_the_noise(monkeypatch, known, looks):
+    clock = [50.0]
+    monkeypatch.setattr(tune.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(tune, "_noise", lambda *arguments: True)
+    store = SimpleNamespace(answer={"informative": known}.get, add_seconds=lambda phase, seconds: None)
+    study = SimpleNamespace(request=SimpleNamespace(budget_s=180.0), store=store, started=0.0, say=lambda line: None, needs_budget="",
+                            refusal=None, baseline={"step_ms": 1051.0, "startup_s": 18.6})
+    verifier = SimpleNamespace(check_baseline=lambda: clock.__setitem__(0, 132.0), note=None)
+    assert tune._is_measurable(study, verifier, None, (), end=180.0) is looks
+    assert bool(study.refusal) is not looks and study.needs_budget == ("" if looks else "9m")
+
+
+def test_of_a_baseline_that_does_not_run_in_the_memory_no_time_is_known():
+    study = SimpleNamespace(request=SimpleNamespace(budget_s=180.0), baseline={"starved": "out of memory"})
+    assert deadline.out_of_time(study, deadline.time.monotonic() + 1.0, 20.0) is None
 
 
 TAKEN = "OSError: [Errno 98] Address already in use"

@@ -444,6 +444,62 @@ def test_what_an_older_baseline_accumulates_is_not_asked_of_a_younger_process():
         racer.run("another", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60.0, share_base=True)
 
 
+@pytest.mark.parametrize("drifts", [True, False])
+def test_behind_the_deadline_no_fresh_pair_is_begun_and_a_biased_one_is_no_result(tmp_path, drifts):
+    """Seen: it was begun 46 s behind the end of the budget. What is younger than the shared process is faster, or slower, by that alone."""
+    bench = Bench(scatter=0.001)
+    bench.store = stores.Store(tmp_path)
+    racer = in_whole_blocks(bench)
+    racer.run("A/A", (), (), ONE_PAIR, time.monotonic() + 60.0, share_base=True)
+    known = iter([False, drifts])       # before its rounds, and behind them
+    racer._base_drifts = lambda: next(known)
+    search = Search({}, None, racer, None, time.monotonic(), lambda text: None)
+    search.fates["t"] = Fate("not_tried", "")
+    result = search.race("screen t", (), CANDIDATE, ONE_PAIR, CANDIDATE, share_base=True)
+    assert bench.started == ["reference", "race B", "race B"]
+    rounds = bench.store.rounds(f"screen t | [] | {racing.key(CANDIDATE)}")
+    if drifts:
+        assert result is None and rounds == [] and not racer.has_base
+        assert search.fates["t"].fate == "inconclusive" and "no time for a fresh pair" in search.fates["t"].reason
+    else:
+        assert len(result.pairs) == len(rounds) == 1
+
+
+def test_a_young_process_that_runs_out_is_replaced_whatever_time_it_is():
+    bench = Bench(scatter=0.001, blocks=[1, 10_000])
+    assert run(bench, share_base=True, seconds=0.0).record.rounds == 4 and len(bench.started) == 4
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_blocks_of_steps_that_became_slow_hold_fewer_of_them(whole):
+    """Seen: steps of 24 ms in the warm-ups and of 1.8 s in the race: 25 of them on either side in each round, which took minutes."""
+    class Loaded(Process):
+        taken = ()
+
+        def run_block(self, skip, steps, cpus=()):
+            self.steps += skip + steps
+            self.taken = (*self.taken, skip + steps)
+            return Block([round(24e6 * (slower if self.steps > 20 else 1.0) * self.draw.lognormvariate(0.0, 0.002))] * steps, {}, {}, steps)
+
+    for slower, small in ((1.0, False), (2.0, False), (20.0, True), (4.0, False)):      # 4: a round of 3 s is short
+        lives, bench = [], Bench(process=Loaded)
+        started = bench.live
+
+        def warm(purpose, techniques, started=started, lives=lives):
+            lives.append(started(purpose, techniques))
+            lives[-1].step_ms = 24.0
+            return lives[-1]
+
+        bench.live = warm
+        racer = Racer(bench, 0.02)
+        racer.in_turns = not whole
+        result = racer.run("x", (), CANDIDATE, Limits(max_pairs=1, min_rounds=6, max_rounds=6), time.monotonic() + 60.0)
+        taken = [steps for live in lives for steps in live.trial.taken[-4:]]
+        assert (max(taken) <= (5 if whole else 3)) if small else (min(taken) >= (14 if whole else 4)), (slower, taken)
+        assert result.record.rounds == 6 and all(abs(ratio) < 0.02 for ratio in result.pairs[0]), "a round is a ratio of times per step"
+        assert all(live.step_ms == 24.0 for live in lives)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_slow_cpu_is_no_difference_between_two_processes(whole):
     """Seen: what runs beside a virtual CPU made it a third slower for seconds, and the scheduler leaves a thread where it is."""

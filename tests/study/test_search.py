@@ -75,6 +75,46 @@ def test_where_nothing_is_kept_the_time_of_the_final_race_is_for_what_is_undecid
     assert [walk.fates[i].fate for i in ("fast", "also")] == [("kept" if kept else "inconclusive"), "inconclusive"]
 
 
+def late_in(world: World, *modules: types.ModuleType, left_s: float, turn_s: float = 0.0) -> Any:
+    """A search that begins behind its deadline."""
+    walk = search(world, *modules)
+    walk.turn_s, walk.deadline, walk.end = turn_s, time.monotonic() - 1.0, time.monotonic() + left_s
+    return walk
+
+
+@pytest.mark.parametrize(("left_s", "turn_s", "tried"), [(30.0, 20.0, True), (15.0, 20.0, False), (7.0, 0.0, True), (3.0, 0.0, False)])
+def test_as_long_as_nothing_is_kept_what_had_no_turn_has_one_if_it_ends_in_time(left_s: float, turn_s: float, tried: bool) -> None:
+    """Seen: studies that ended with nothing tried, and 40 s of three minutes left. The first turn takes half of a pair of 10 s."""
+    world, ends = Noisy({"small": (1.0, 0.0)}, None), []
+    plain = world.run
+    world.run = lambda *given, **more: (ends.append(given[4]), plain(*given, **more))[1]       # type: ignore[method-assign]
+    walk = late_in(world, SMALL, left_s=left_s, turn_s=turn_s)
+    walk._screen(walk.eligible())
+    assert world.asked == ["screen small"] * tried and walk.fates["small"].fate == ("no_difference" if tried else "not_tried")
+    assert ends == [walk.end] * tried, "its rounds have the same time"
+
+
+def test_behind_the_deadline_turns_are_shared_and_grouped_as_before_it() -> None:
+    world, ends = Noisy({"one": (1.0, 0.0), "two": (1.0, 0.0)}, None), []
+    plain = world.run
+    world.run = lambda *given, **more: (ends.append((world.ends, given[4])), plain(*given, **more))[1]      # type: ignore[method-assign]
+    walk = late_in(world, likely("one"), likely("two"), left_s=130.0, turn_s=30.0)
+    began = time.monotonic()
+    walk._screen(walk.eligible())
+    assert world.asked == ["screen one", "screen two"] and began + 40.0 < ends[0][0] < began + 60.0 < ends[1][0], "the first has half of the time"
+    world.asked.clear()
+    walk = late_in(world, likely("one"), likely("two"), left_s=2500.0, turn_s=1000.0)
+    walk._screen(walk.eligible())
+    assert world.asked[0] == "add one + two to baseline" and ends[2][1] == walk.end, "there is time for one turn, and for its rounds"
+
+
+def test_once_something_is_kept_the_time_behind_the_deadline_is_for_the_final_race() -> None:
+    world = Noisy({"fast": (0.6, 0.0), "also": (0.7, 0.0)}, None)
+    walk = late_in(world, FAST, technique("also"), left_s=60.0)
+    walk.run()
+    assert [c.id for c in walk.kept] == ["fast"] and walk.fates["also"].fate == "not_tried"
+
+
 @pytest.mark.parametrize(("starts_within_s", "tried", "fate"), [(100.0, 2, "kept"), (1000.0, 2, "inconclusive"), (1.0, 1, "kept")])
 def test_what_compiles_for_long_leaves_time_for_the_others_and_has_a_second_turn(starts_within_s: float, tried: int, fate: str) -> None:
     """Seen: of a budget of three minutes, one technique took four and a half, and five others had no turn."""
@@ -509,6 +549,26 @@ def test_without_proof_it_is_screened_like_all_others_or_left_out(slow: frozense
     assert world.steadied > 1
     assert [c.id for c in walk.kept] == ["fast"]
     assert walk.fates["steady"].fate == ("rejected_numerics" if wrong else "no_difference")
+
+
+@pytest.mark.parametrize("left_s", [60.0, -1.0])
+def test_what_was_raced_to_make_processes_alike_was_tried(left_s: float) -> None:
+    """Seen: a minute of three went into it, and "the budget ended before anything could be tried"."""
+    world = Uneven({"steady": (1.0, 0.0), "fast": (0.8, 0.0)}, None, slow=frozenset())
+    walk = late_in(world, FAST, steadying(), left_s=left_s)
+    race_it = walk.race
+
+    def ends_it(*arguments: Any, **more: Any) -> Any:
+        found = race_it(*arguments, **more)
+        walk.end = -math.inf
+        return found
+
+    walk.race = ends_it         # type: ignore[method-assign]
+    walk.run()
+    fate = walk.fates["steady"]
+    assert world.steadied == (left_s > 0) and walk.kept == () and walk.fates["fast"].fate == "not_tried"
+    assert (fate.fate, fate.gain_ci is not None) == (("inconclusive", True) if left_s > 0 else ("not_tried", False))
+    assert "could be more or less than counts" in fate.reason or left_s < 0
 
 
 @dataclass

@@ -77,6 +77,8 @@ def test_glibc_is_offered_where_memory_goes_back_and_forth(monkeypatch):
     assert [one.kind for one in allocator.variants(both)] == ["glibc", "jemalloc"]
     assert not allocator.eligible(dataclasses.replace(busy, least_page_faults=4900.0)).steadies
     by_chance = allocator.eligible(dataclasses.replace(busy, least_page_faults=2.0))
+    trifle = allocator.eligible(dataclasses.replace(busy, least_page_faults=2.0, step_ms=200.0))
+    assert trifle and not trifle.steadies, "2 % of a step: no pair of processes is told apart by that, and others wait for their turn"
     assert by_chance.steadies and by_chance.reason.startswith("up to 5,000 page faults per step: in some processes")
     monkeypatch.setenv("MALLOC_TOP_PAD_", "7")
     assert allocator.environment(allocator.Options("glibc")) == {**allocator.GLIBC, "MALLOC_TOP_PAD_": "7"}, "the user's own stays"

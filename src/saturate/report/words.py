@@ -143,6 +143,9 @@ NOISE = 0.04
 
 FINAL_RACE = "final"
 
+#: Where only the least is known.
+NOT_BEFORE = "not before "
+
 #: Where a final race found no gain.
 NEVER = "never: its steps are no faster than those of the baseline"
 
@@ -234,7 +237,7 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
         floor = f"differences below {percent(result.noise_floor)} cannot be seen here; {_counts_from(record)}"
         return Headline(kind, "Too noisy to decide", raced, floor)
     if result.speedup_ci is None:       # nothing came as far as a final race
-        why = _NONE_HELPS if _anything_raced(record) else _NO_TURN
+        why = _NONE_HELPS if _anything_tried(record) else _NO_TURN
         if not any(outcome.fate == "not_tried" for outcome in result.techniques):
             why = reason
         unmeasured = next((f"{o.id}: {o.reason}" for o in result.techniques if o.fate == "inconclusive" and o.reason), "")
@@ -245,7 +248,9 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
 
 
 def _anything_tried(record: StudyRecord) -> bool:
-    return any(outcome.fate not in ("not_applicable", "not_tried") for outcome in record.result.techniques)
+    """Also several at once, which says nothing of any of them."""
+    return (any(outcome.fate not in ("not_applicable", "not_tried") for outcome in record.result.techniques)
+            or any(race.a != race.b for race in record.races))
 
 
 def _counts_from(record: StudyRecord) -> str:
@@ -273,7 +278,7 @@ def unexplained(record: StudyRecord) -> bool:
 
 
 #: Why a study is undecided in which nothing that was raced is.
-_NONE_HELPS = "what was tried does not help, and the budget ended before the rest had a turn"
+_NONE_HELPS = "what was tried shows no gain that counts, and the budget ended before the rest had a turn"
 _NO_TURN = "the budget ended before anything could be tried"
 
 
@@ -307,12 +312,19 @@ def break_even(record: StudyRecord) -> str:
     if not kept(record):
         return ""
     if steps is None:
-        return reason if reason in ("", NEVER) else f"not known: {reason}"
+        return reason if reason in ("", NEVER) or reason.startswith(NOT_BEFORE) else f"not known: {reason}"
     if steps == 0:
         return "at once: it starts no slower than the baseline"
-    return f"after {count(steps, 'step')}" + (
-        "" if step_ms is None else f" (about {seconds(steps * step_ms / 1000)})"
-    )
+    return f"after {_training(steps, step_ms)}"
+
+
+def not_before(steps: int, step_ms: float) -> str:
+    """Why nobody knows after how many steps a recipe has paid for its start, where so many are too few."""
+    return f"{NOT_BEFORE}{_training(steps, step_ms)}: no start of the final set was timed until its steps were steady"
+
+
+def _training(steps: int, step_ms: float | None) -> str:
+    return count(steps, "step") + ("" if step_ms is None else f" (about {seconds(steps * step_ms / 1000)})")
 
 
 def shell(command: list[str]) -> str:

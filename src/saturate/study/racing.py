@@ -8,6 +8,7 @@ is run again, alone: only what it needs itself counts against it.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import time
@@ -32,6 +33,7 @@ from saturate.study.race_blocks import (
 )
 from saturate.study.race_pair import (
     LEAST_ROUNDS,
+    LONG_ROUND_S,
     KernelWork,
     Pair,
     end_question,
@@ -50,8 +52,16 @@ ONCE_MORE = "  out of memory beside another process of its kind: once more, alon
 #: Rounds of a pair in alternate mode, where none can be added later.
 ALTERNATE_ROUNDS = 10
 
+#: Steps that take so many times what they took in the warm-ups, because something else came upon the machine, are timed over blocks of
+#: another size from then on, where a round takes long.
+SLOWED = 3.0
+
 #: Two processes differ in what the kernel does for them from so many page faults per step on: 1 MiB.
 UNEVEN_FAULTS = 256
+
+#: How a race ends whose shared process was no measure, where the budget is over.
+NO_TIME_FOR_ANOTHER = Outcome("not_in_time", "the older process that it was compared with did not stay as it was, and the budget has no time "
+                              "for a fresh pair", "give it a longer --budget")
 
 
 @dataclass(frozen=True)
@@ -233,6 +243,10 @@ class Racer:
         if again:
             pair.forget()
             self.drop_base()
+            if older and time.monotonic() >= pair.deadline:
+                # What there is is not kept instead: it would call a technique faster, or slower, for being younger than the other one.
+                # No result is better than that, and says what it is.
+                raise TrialEnded(NO_TIME_FOR_ANOTHER)
             self._concurrent(a, b, share_base, pair)
 
     def _alone(self, ended: TrialEnded, a: Set, b: Set, pair: Pair) -> None:
@@ -247,6 +261,7 @@ class Racer:
         first, second = self._both(a, b, share_base)
         try:
             turn, draw = 0, random.Random(pair.number)
+            sized = first, second       # with the step times that blocks are sized by
             blocks: dict[str, list[Block]] = {"a": [], "b": []}
             try:
                 # What a loader has ready hides how fast it is. Of a baseline that never waits, nothing is hidden from itself.
@@ -259,7 +274,7 @@ class Racer:
                 if loader_bound or not hides:
                     pair.count_rounds()
                 while turn == 0 or pair.more():
-                    cut = self._turns(first, second, skip, steps, loader_bound)
+                    cut = self._turns(*sized, skip, steps, loader_bound)
                     for side, parts in _alternately(first, second, turn, *cut, draw).items():
                         blocks[side].append(joined(parts))
                     turn += cut[0]
@@ -271,10 +286,14 @@ class Racer:
                         self._base_ms.setdefault(loader_bound, []).append(a_ms)
                     if hides and not loader_bound and falls_behind(first, second):
                         loader_bound = True
-                        skip, steps = block_size(first, second)
+                        skip, steps = block_size(*sized)
                         pair.forget()
                         pair.count_rounds()
                         self._base_ms.pop(False, None)
+                    elif _too_large(blocks["a"][-1], blocks["b"][-1], (a_ms, b_ms), sized):
+                        # A round is a ratio of times per step, of however many steps.
+                        sized = _at(first, a_ms), _at(second, b_ms)
+                        skip, steps = block_size(*sized, loader_bound)
                 pair.count(before, lives)
                 on_side("b", partial(self.bench.prove_still, second))
                 if self.on_pair is not None:
@@ -354,6 +373,21 @@ class Racer:
         even = [_is_known(a, b) and abs(a.page_faults - b.page_faults) < UNEVEN_FAULTS for a, b in work] if known else [True] * len(usable)
         self.even_pairs = [*self.even_pairs, *(pair for pair, alike in zip(usable, even) if alike)]
         self.steady_sd = race.between_sd(self.even_pairs)
+
+
+def _too_large(a: Block, b: Block, step_ms: tuple[float, float], sized: tuple[Live, Live]) -> bool:
+    """Whether blocks are too large for steps that take so long, having been `sized` for others. Short ones are as good as any: rare
+    long steps are no reason."""
+    a_ms, b_ms = step_ms
+    long = a.steps * a_ms + b.steps * b_ms > 1e3 * LONG_ROUND_S
+    return long and a_ms + b_ms > SLOWED * sum(live.step_ms for live in sized)
+
+
+def _at(live: Live, step_ms: float) -> Live:
+    """The same process, with the step time that it has by now."""
+    found = copy.copy(live)
+    found.step_ms = step_ms
+    return found
 
 
 def _is_known(a: KernelWork, b: KernelWork) -> bool:

@@ -70,7 +70,7 @@ class CannotVerify(Exception):
 @dataclass
 class Search:
     """Walks the techniques. `deadline` (time.monotonic) leaves room for the final race; as long as nothing is kept, there is nothing
-    to confirm, and what was undecided by then is raced on until `end`."""
+    to confirm, and what had no turn by then, or is undecided, is raced on until `end`."""
 
     registry: dict[str, ModuleType]
     facts: Facts
@@ -132,10 +132,18 @@ class Search:
         """Whether its screening says all: against what is kept now, and without doubt."""
         return self.against[candidate.id] == self.kept and self.screened[candidate.id].decision.verdict == "faster"
 
+    def _until(self, takes_s: float = 0.0) -> float:
+        """Until when what takes so long may begin. What is kept must be confirmed in the time behind the deadline; as long as there is
+        nothing, that time is for what may still be found."""
+        return self.deadline if self.kept != self.base else max(self.deadline, self.end - takes_s)
+
     def _last(self) -> float:
-        """Until when something may be added: as long as there is nothing to confirm, until two pairs of a final race would still
-        end in time."""
-        return self.deadline if self.kept != self.base else max(self.deadline, self.end - LAST_PAIRS * self.racer.pair_s)
+        """Until when something may be added: two pairs of a final race must still end in time."""
+        return self._until(LAST_PAIRS * self.racer.pair_s)
+
+    def _last_turn(self) -> float:
+        """Until when a technique may have its turn. Before any had one: it starts one process, and a pair started two."""
+        return self._until(max(self.turn_s, self.racer.pair_s / 2))
 
     def _screen(self, eligible: list[list[Candidate]]) -> list[Candidate]:
         """Race each technique against what is kept; the candidates that remain to be combined, best first. Other variants of
@@ -149,12 +157,12 @@ class Search:
             if not grouped and self._short_of_time(first, len(eligible) - place):
                 grouped = True
                 waiting = self._add_certain(waiting)
-                if time.monotonic() <= self.deadline:
+                if time.monotonic() <= self._last_turn():
                     self._together([variants[0] for variants in eligible[place:]])
                     waiting = [(others, best) for others, best in waiting if best is None or best not in self.kept]
                 if first in self.kept:
                     continue
-            if first.id in self.racer.steadying and self._steady(first):
+            if first.id in self.racer.steadying and time.monotonic() <= self._last_turn() and self._steady(first):
                 continue
             if first.module.TECHNIQUE.stage == "environment":
                 waiting = self._add_certain(waiting)
@@ -212,6 +220,7 @@ class Search:
                 self.fates[candidate.id].gain, self.fates[candidate.id].gain_ci = result.gain, result.gain_ci
                 self._keep((candidate,), together, result, f"{in_words(result)[1]} ({result.decision.reason})")
                 return True
+            self.fates[candidate.id] = Fate(*in_words(result), candidate, result.gain, result.gain_ci)      # should it have no other turn
             if time.monotonic() + result.pair_s > end:      # another pair takes as long as these did
                 return False
         return False
@@ -222,7 +231,7 @@ class Search:
         minutes left none for any other."""
         bench, now = self.racer.bench, time.monotonic()
         ends = bench.ends
-        bench.ends = ends if alone else min(ends, now + TURN_SHARE * (self.deadline - now))
+        bench.ends = ends if alone else min(ends, now + TURN_SHARE * (self._last_turn() - now))
         try:
             yield
         finally:
@@ -231,7 +240,7 @@ class Search:
     def _best_of(self, variants: list[Candidate], best: Candidate | None) -> Candidate | None:
         """The variant that leads `best`, an earlier one of the same technique, and all others that there is time for."""
         for candidate in variants:
-            if time.monotonic() > self.deadline:
+            if time.monotonic() > self._last_turn():
                 break
             if self._screen_one(candidate, best):
                 best = candidate
@@ -247,10 +256,10 @@ class Search:
         return self._certain(candidate) and (result.gain_ci or (0.0,))[0] >= LARGE
 
     def _short_of_time(self, first: Candidate, turns: int) -> bool:
-        """Whether one more turn begins before the deadline, that of `first`, and neither a second one nor all that are left. An answer: a
+        """Whether one more turn begins in time, that of `first`, and neither a second one nor all that are left. An answer: a
         resumed study, whose earlier turns take no time, groups what it grouped before."""
         store, question = self.racer.bench.store, f"short of time before {first.id} | {key(self.kept)}"
-        left_s = self.deadline - time.monotonic()
+        left_s = self._last_turn() - time.monotonic()
         if store.answer(question) is None and 0 < left_s < min(turns, 2) * self.turn_s:
             store.set_answer(question, True)
         return store.answer(question) is not None
@@ -267,7 +276,7 @@ class Search:
         if len(group) < 2:
             return
         together = ordered((*self.kept, *group))
-        result = self.race(f"add {names(group)} to {self._kept_names()}", self.kept, together, SCREEN, group, share_base=True)
+        result = self.race(f"add {names(group)} to {self._kept_names()}", self.kept, together, SCREEN, group, share_base=True, until=self._until())
         if result is None:
             return
         fate, reason = in_words(result)
@@ -299,7 +308,7 @@ class Search:
             return False
         together = ordered((*self.kept, candidate))
         question = f"screen {candidate.label()}" + (f" with {self._kept_names()}" if self.kept != self.base else "")
-        result = self.race(question, self.kept, together, SCREEN, (candidate,), share_base=True)
+        result = self.race(question, self.kept, together, SCREEN, (candidate,), share_base=True, until=self._until())
         if candidate.id not in self.late:
             self.turn_s = max(self.turn_s, time.monotonic() - began)
         if result is None or (best is not None and not leads(result, self.screened[best.id])):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -176,6 +177,10 @@ def _why_no_break_even(study: Study, steps: int | None) -> str:
         return "the study ended before the final race"
     if study.final.b_ms >= study.final.a_ms:
         return words.NEVER
+    least_s = _extra_start_s(study, lambda trial: _settling_at_least_s(trial, study.final.b_ms))
+    least = breakeven.steps(study.final.a_ms, study.final.b_ms, least_s) if least_s is not None else None
+    if least:
+        return words.not_before(least, study.final.b_ms)
     return "no start of the baseline, or none of the final set, was timed until its steps were steady"
 
 
@@ -188,15 +193,29 @@ def _break_even(study: Study) -> int | None:
     """
     if not (study.final and study.search and study.search.kept) or study.starved:
         return None
+    extra_s = _extra_start_s(study, lambda trial: trial.get("settling_s"))
+    return None if extra_s is None else breakeven.steps(study.final.a_ms, study.final.b_ms, extra_s)
+
+
+def _extra_start_s(study: Study, settling_s: Callable[[dict[str, Any]], float | None]) -> float | None:
+    """How much longer the final set starts than the baseline; None where that is not known. `settling_s`: of a trial of it, what its
+    warm-up took longer than its steps take; None: not known."""
+    assert study.search is not None
     labels = {c.label() for c in study.search.kept}
-    trials = [t for t in study.store.trials() if t["startup_s"] is not None and t.get("settling_s") is not None]
-    plain = [t["startup_s"] + t["settling_s"] for t in trials if not t["techniques"]]
-    tuned = [t for t in trials if set(t["techniques"]) == labels]
-    if not plain or not tuned:
+    trials = [t for t in study.store.trials() if t["startup_s"] is not None]
+    plain = [t["startup_s"] + t["settling_s"] for t in trials if not t["techniques"] and t.get("settling_s") is not None]
+    of_set = [t for t in trials if t["techniques"] and set(t["techniques"]) <= labels]
+    warm = [t["startup_s"] + settling - (t["compile_s"] or 0.0) for t in of_set
+            if set(t["techniques"]) == labels and (settling := settling_s(t)) is not None]
+    if not plain or not warm:
         return None
-    warm = median([t["startup_s"] + t["settling_s"] - (t["compile_s"] or 0.0) for t in tuned])
-    cold_compile = max((t["compile_s"] or 0.0 for t in trials if t["techniques"] and set(t["techniques"]) <= labels), default=0.0)
-    return breakeven.steps(study.final.a_ms, study.final.b_ms, warm + cold_compile - median(plain))
+    return median(warm) + max(t["compile_s"] or 0.0 for t in of_set) - median(plain)
+
+
+def _settling_at_least_s(trial: dict[str, Any], step_ms: float) -> float | None:
+    """What the warm-up of a trial whose steps never were steady took longer than they take, at least: it had no more of them than the
+    whole trial. None of an older study, which did not tell."""
+    return float(trial["warmup_s"] - trial["steps"] * step_ms / 1e3) if "settling_s" in trial else None
 
 
 def _techniques(study: Study) -> list[TechniqueOutcome]:

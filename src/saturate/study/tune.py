@@ -267,6 +267,7 @@ def _one_at_a_time(study: Study, racer: Racer, verifier: Verifier, why: str) -> 
 
 def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, end: float) -> bool:
     """Whether what everything is compared with can be verified and timed; `study.refusal` says why not."""
+    began, resumed = time.monotonic(), study.store.answer("informative") is not None
     with _phase(study, "can it be verified"):
         slow = None if base else too_slow(study.baseline["step_ms"], study.request.budget_s)
         if slow:
@@ -279,7 +280,7 @@ def _is_measurable(study: Study, verifier: Verifier, racer: Racer, base: Set, en
             study.refusal = f"cannot verify: {refusal}"
             study.say(study.refusal)
             return False
-    study.refusal = deadline.out_of_time(study, end)
+    study.refusal = deadline.out_of_time(study, end, None if resumed else time.monotonic() - began)
     if study.refusal is not None:
         study.say(f"cannot measure: {study.refusal}")
         return False

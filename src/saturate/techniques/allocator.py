@@ -64,6 +64,9 @@ GLIBC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLO
 
 #: Page faults per step below which nothing large goes back and forth: 4 MiB.
 LEAST_FAULTS = 1024
+#: Of a step, what the kernel takes of it at most, from which it tells on which of two processes are fast. A single pair resolves no
+#: less (`race.SMALL_CLAIM`), so nothing is seen better without it; and a first turn in fresh pairs takes the time of several others.
+TELLING = 0.05
 #: Above the largest block that glibc takes from its heap unless it is told to.
 LARGE_BYTES = 64 << 20
 
@@ -107,7 +110,8 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     if _returns_memory(facts):
         reason = "freed memory goes back to the system and is taken again"
         if _by_chance(facts):
-            return Eligible(f"up to {facts.page_faults:,.0f} page faults per step: in some processes of this command {reason}", steadies=True)
+            return Eligible(f"up to {facts.page_faults:,.0f} page faults per step: in some processes of this command {reason}",
+                            steadies=(bound(facts) or 0.0) >= TELLING)
         return Eligible(f"{facts.page_faults:,.0f} page faults per step: {reason}")
     if not _preloadable(facts):
         return Ineligible("neither jemalloc nor tcmalloc is installed, and freed memory stays in the process as it is")
