@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from types import ModuleType
 from typing import Any
 
@@ -65,6 +66,10 @@ PATIENCE_SHARE = 0.4
 
 #: Share of a step from which a training counts as waiting for its input.
 WAITS = 0.01
+
+#: A step that is so many times as long in the last race as in those before it ran beside something else: what gains then, as fewer threads
+#: do, need not when the machine is quiet.
+OTHER_LOAD = 3.0
 
 #: Share of the budget that the search leaves for the final race.
 RESERVE = 0.25
@@ -378,6 +383,16 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
         racer.on_pair = None
     low, high = study.final.gain_ci or (0.0, 0.0)
     study.say(f"  {study.final.gain:+.1%} [{low:+.1%}, {high:+.1%}]")
+    usual_ms, instead = _usual_ms(study, before), False
+    if won is None and usual_ms and study.final.a_ms > OTHER_LOAD * usual_ms:
+        instead = found is not None and low > (found.gain_ci or (0.0, math.inf))[1]
+        study.notes.append(f"other programs kept the machine busy in the last race: a step took {words.ms(study.final.a_ms)} ms there before tuning, "
+                           f"{words.ms(usual_ms)} ms in the races before it"
+                           + ("; the gain is that of the race in which it was found" if instead else "; measure again when it is quiet"))
+        study.say(f"  {study.notes[-1]}")
+        if found is not None and instead:
+            study.final = found
+            low, high = found.gain_ci or (0.0, 0.0)
     if study.final.decision.verdict in ("no_difference", "slower") and not study.search.base:
         _drop(study, kept, study.final.decision.verdict, "the final race did not confirm the gain", study.final)
         return
@@ -387,12 +402,20 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     if won is not None:
         pairs = words.count(len(won.pairs), "pair")
         study.notes.append(f"the budget had ended: the gain is that of the race in which it was found, {pairs} of processes")
-    elif len(study.final.pairs) < (promised := _promised_pairs(low)):
+    elif not instead and len(study.final.pairs) < (promised := _promised_pairs(low)):
         pairs = words.count(len(study.final.pairs), "pair")
         study.notes.append(f"{pairs} of processes only: the budget ended before the final race had the {promised} that it should have")
     study.tuned = (study.store.answer(baseline.tuned_question(kept)) or {}) if won is not None else baseline.observe_tuned(study, racer.bench, kept)
     remarks = [(candidate.id, getattr(candidate.module, "REMARK", "")) for candidate in kept]
     study.notes.extend(f"{identity}: {remark}" for identity, remark in remarks if remark)
+
+
+def _usual_ms(study: Study, before: Set) -> float | None:
+    """How long a step of what there was before took in the races of the search; None where there was none."""
+    assert study.search is not None
+    labels = [c.label() for c in before]
+    seen = [result.a_ms for result in study.search.results if result.record.a == labels and result.a_ms]
+    return median(seen) if seen else None
 
 
 def _not_confirmed(study: Study, before: Set, kept: Set, ended: TrialEnded) -> None:
