@@ -74,6 +74,7 @@ class World:
         self.bench = self
         self.threshold = 0.02
         self.ends = math.inf
+        self.refusal: str | None = None     # as a verifier
         self.pair_s = 10.0
         self.steadying: set[str] = set()
 

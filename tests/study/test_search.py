@@ -168,12 +168,25 @@ def test_what_does_not_verify_is_not_tried_twice() -> None:
 
 def test_where_nothing_can_be_compared_the_search_ends() -> None:
     world = Noisy({"fast": (0.5, 0.0), "also": (0.6, 0.0)}, None)
-    world.verify = lambda techniques: Verified(None, "it does not repeat itself")       # type: ignore[method-assign]
+    world.refusal = "it does not repeat itself"
+    world.verify = lambda techniques: Verified(None, world.refusal)       # type: ignore[method-assign]
     walk = search(world, FAST, technique("also"))
     with pytest.raises(CannotVerify, match="it does not repeat itself"):
         walk.run()
     assert walk.kept == () and "also" not in "".join(world.started)
     assert (walk.fates["fast"].fate, walk.fates["fast"].reason) == ("inconclusive", "cannot verify: it does not repeat itself")
+
+
+def test_what_cannot_be_told_of_one_is_asked_of_the_others() -> None:
+    """A training that amplifies the rounding of a shorter format says nothing of it, and all of what keeps every bit."""
+    world = Noisy({"fast": (0.5, 0.0), "also": (0.6, 0.0)}, None)
+    plain = world.verify
+    world.verify = lambda techniques: (     # type: ignore[method-assign]
+        Verified(None, "it amplifies one rounding") if any(c.id == "fast" for c in techniques) else plain(techniques))
+    walk = search(world, FAST, technique("also"))
+    walk.run()
+    assert [c.id for c in walk.kept] == ["also"]
+    assert (walk.fates["fast"].fate, walk.fates["fast"].reason) == ("inconclusive", "cannot verify: it amplifies one rounding")
 
 
 def test_a_study_in_which_nothing_can_be_compared_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

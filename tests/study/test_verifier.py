@@ -10,7 +10,7 @@ import pytest
 
 from saturate.study.candidates import Candidate
 from saturate.study.verification import Run, Verifier
-from saturate.techniques import gc_freeze
+from saturate.techniques import bf16_autocast, fused_optimizer, gc_freeze
 from saturate.verify.series import CAPTURE, Series, write
 
 EXACT = (Candidate(gc_freeze, gc_freeze.Options()),)
@@ -52,6 +52,39 @@ def test_an_exact_technique_is_held_to_the_bits_that_the_baseline_repeats(runs, 
     found = verifier.verify(EXACT)
     assert found.passed is passed and found.reason.startswith(reason)
     assert not any(run.perturb for run in verifier.asked)
+
+
+def apart(seed: int, keeps: bool) -> Series:
+    """A training that a rounding sends elsewhere from update 4 on; half of each update `keeps` its direction, or nothing does."""
+    path, own, place, rows = random.Random(0), random.Random(seed), [1.0] * 512, []
+    for k in range(52):
+        shared, rest = (1.0, 0.0) if k < 4 else (0.9, 0.44) if keeps else (0.0, 1.0)
+        place = [p + 1e-3 * (shared * path.gauss(0, 1) + rest * own.gauss(0, 1)) for p in place]
+        rows.append(array("d", place))
+    return Series([[1.0 + 1 / (k + 1) + (1e-2 * own.random() if k >= 4 else 0.0)] for k in range(52)], [1.0] * 52, rows, segments=[16] * 32)
+
+
+class Apart(Given):
+    """The candidate, and baseline runs that are others for each perturbation and seed."""
+
+    def __init__(self, keeps: bool, candidate: Series):
+        super().__init__(apart(0, keeps), candidate)
+        self.keeps = keeps
+
+    def series(self, run: Run) -> Series:
+        self.asked.append(run)
+        return self.candidate if run.techniques else apart(10 + run.repetition, self.keeps) if run.perturb else self.repetitions[0]
+
+
+@pytest.mark.parametrize("technique", [fused_optimizer, bf16_autocast])
+def test_a_training_that_comes_apart_at_once_verifies_by_what_its_twins_share_or_not_at_all(technique):
+    """Where twins keep no direction, a verdict would be chance: neither a right candidate nor a wrong one is called verified, or rejected."""
+    chosen = (Candidate(technique, technique.Options()),)
+    assert Apart(True, apart(1, keeps=True)).verify(chosen).passed is True
+    assert Apart(True, apart(1, keeps=False)).verify(chosen).passed is False
+    for keeps in (True, False):
+        found = Apart(False, apart(1, keeps)).verify(chosen)
+        assert found.passed is None and "this training amplifies one rounding until, by update 5, " in found.reason
 
 
 def test_a_recorded_run_that_was_removed_is_recorded_again(tmp_path):

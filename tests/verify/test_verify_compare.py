@@ -367,7 +367,8 @@ def test_a_tolerance_allows_the_runs_that_it_comes_from(seed, kind):
         draw = random.Random(100 + seed)
         base = replace(base, grad_norms=[draw.choice([0.0, 0.05, 1.0, 1.5]) for _ in range(N)])
     verdict = compare(base, run, tolerance(base, [run, made(50 + seed, jitter=1e-5)]))
-    assert verdict.passed, verdict.reason
+    told = kind not in ("still", "elsewhere")       # a run that keeps little of its direction tells nothing, in 20 entries
+    assert verdict.passed or verdict.passed is None and not told, verdict.reason
     others = tolerance(base, [made(50 + seed, jitter=1e-5)])
     assert kind in ("near", "zero") or not compare(base, run, others).passed
 

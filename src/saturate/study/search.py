@@ -422,7 +422,9 @@ class Search:
         if verified.passed is None:
             for candidate in added:
                 self.settle(candidate, "inconclusive", f"cannot verify: {verified.reason}")
-            raise CannotVerify(verified.reason)
+            if self.verifier.refusal is not None:       # of any candidate; else what changes less may be told from a wrong one
+                raise CannotVerify(verified.reason)
+            return False
         if not verified.passed:
             self.say(f"  {names(added)}: rejected, {verified.reason}")
             if alone is not None:

@@ -44,12 +44,17 @@ def broken(baseline: Series, candidate: Series, k: int) -> Iterator[tuple[str, s
 
 def opposed(baseline: Series, candidate: Series, updates: Sequence[int]) -> int | None:
     """A tensor that goes the other way in these updates: the medians over tensors do not show what few of them do."""
-    cosines: dict[int, list[float]] = {}
+    return next((part for part, cosine in cosines(baseline, candidate, updates).items() if cosine < OPPOSED), None)
+
+
+def cosines(baseline: Series, candidate: Series, updates: Sequence[int]) -> dict[int, float]:
+    """Of each tensor with enough entries, the mean cosine of its updates with the baseline's, where enough of these updates have one."""
+    found: dict[int, list[float]] = {}
     parts = [(part, begin, end) for part, (begin, end) in enumerate(baseline.parts()) if end - begin >= LEAST_ENTRIES]
     for k in updates:
         ours, theirs = update_of(baseline, k), update_of(candidate, k)
         for part, begin, end in parts:
             a, b = ours[begin:end], theirs[begin:end]
             if tells(baseline, part, a, baseline.samples[k][begin:end]) and any(b) and all(map(math.isfinite, b)):
-                cosines.setdefault(part, []).append(math.fsum(map(mul, a, b)) / (norm(a) * norm(b)))
-    return next((part for part, found in cosines.items() if len(found) >= LEAST_UPDATES and fmean(found) < OPPOSED), None)
+                found.setdefault(part, []).append(math.fsum(map(mul, a, b)) / (norm(a) * norm(b)))
+    return {part: fmean(values) for part, values in found.items() if len(values) >= LEAST_UPDATES}

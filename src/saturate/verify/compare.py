@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from saturate.records.result import NumericsCurve
+from saturate.verify.apart import lacks, untold
 from saturate.verify.broken import broken, opposed
 from saturate.verify.deviation import FIRST_ACTING, METRICS, Deviation, deviation
 from saturate.verify.series import Series
@@ -19,10 +20,10 @@ NEAR = 10.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reason` says why it did not pass, or how close it came. The caller fills in the subject of the `curves`.
-    `nearly`: it did not pass, but where it left the tolerance first it was not far outside; with more twins it might be inside."""
+    """`passed` None: nothing can be told. `reason` says why it did not pass, or how close it came. The caller fills in the subject of the
+    `curves`. `nearly`: it did not pass, but where it left the tolerance first it was not far outside; with more twins it might be inside."""
 
-    passed: bool
+    passed: bool | None
     reason: str
     curves: list[NumericsCurve] = field(default_factory=list)
     nearly: bool = False
@@ -154,6 +155,13 @@ def compare(baseline: Series, candidate: Series, tolerance: Tolerance) -> Verdic
     if reason is None and abs(found.moves) > tolerance.moves:
         reason, times = (f"{math.exp(found.moves):.3g} times as many entries move as in the baseline, where an update moves only a few; "
                          f"{math.exp(tolerance.moves):.3g} times as many or as few allowed"), abs(found.moves) / tolerance.moves
+    unknown = None
+    if reason is None and tolerance.apart is not None:
+        unknown = untold(tolerance.apart)
+        if unknown is None and (lack := lacks(baseline, candidate, found, tolerance.apart)) is not None:
+            reason, times = lack
     failed = next((metric for metric in METRICS if reason and reason.startswith(metric)), "")
     curves = _curves(baseline, candidate, found, tolerance, reason or "", failed)
+    if unknown is not None:
+        return Verdict(None, unknown, curves)
     return Verdict(reason is None, reason or _closest(found, tolerance), curves, reason is not None and times <= NEAR)

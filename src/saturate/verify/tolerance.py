@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from statistics import median
 
+from saturate.verify.apart import Apart, apart
+from saturate.verify.broken import LEAST_UPDATES as LEAST_TOGETHER
 from saturate.verify.broken import broken
 from saturate.verify.deviation import (
     FIRST_ACTING,
@@ -47,7 +49,8 @@ DRIFT_SAFETY = 12.0
 WIDEST_RATIO = math.log(100.0)
 
 #: Once updates may turn by a radian, the trajectories have separated: loss and gradient norm are then only held to their
-#: range, the length of updates to `WIDEST_RATIO`, and what is broken outright (not finite, not moving) still fails.
+#: range, the length of updates to `WIDEST_RATIO`, and what is broken outright (not finite, not moving) still fails. Where fewer than
+#: `LEAST_TOGETHER` acting updates come before, that proves too little, and means over thirds of the run are compared as well (see `apart`).
 SEPARATED = 1.0
 
 #: A program that runs twice gives the same numbers but for the order of sums, and for the shortest format (bfloat16: 2^-9). Little
@@ -79,6 +82,7 @@ class Tolerance(OfMetrics):
     slowest: float
     moves: float
     excused: list[frozenset[str]]       # what of each update is broken in an unchanged or perturbed run as well (see `broken`)
+    apart: Apart | None = None          # what is asked as well of a training whose trajectories separate at once
 
     @property
     def least_cosine(self) -> list[float]:
@@ -179,8 +183,12 @@ def tolerance(
     stretch = [min(max(allowed, WIDEST_RATIO), allowed * times) for allowed, times in zip(stretch, _shorter(baseline))]
     norms = [max(value, least_gradient(baseline)) for value in baseline.grad_norms if math.isfinite(value)]
     spread = min(WIDEST_RATIO, math.log(max(norms) / min(norms))) if norms and min(norms) > 0 else WIDEST_RATIO
-    for k in range(n):
-        if turn[k] >= SEPARATED:
+    apart_at = [k for k in range(FIRST_ACTING, n) if turn[k] >= SEPARATED]
+    asked = None
+    if runs and len(apart_at) > max(0, n - FIRST_ACTING - LEAST_TOGETHER):
+        asked = apart(baseline, [*aa, *twins], runs, floors[:2], SAFETY, _horizon(apart_at[0]))
+    for k in apart_at:
+        if k > FIRST_ACTING:        # the first one is computed from the baseline's own parameters, whatever comes of it
             loss[k] = max(loss[k], max(finite, default=0.0) - min(finite, default=0.0))
             gradient[k] = max(gradient[k], spread)
             stretch[k] = max(stretch[k], WIDEST_RATIO)
@@ -189,7 +197,7 @@ def tolerance(
     chance = 1 / math.sqrt(max(1, moves_without_direction(baseline)))
     more = _total([abs(run.moves) for run in runs], LEAST_MORE, SAFETY * chance)
     excused = [frozenset(what for run in (*aa, *twins) if k < len(run) for what, _ in broken(baseline, run, k)) for k in range(n)]
-    return Tolerance(loss, gradient, turn, stretch, drift, statistics, lag, more, excused)
+    return Tolerance(loss, gradient, turn, stretch, drift, statistics, lag, more, excused, asked)
 
 
 def _total(found: Sequence[float], *least: float) -> float:
