@@ -17,7 +17,7 @@ from saturate.study.search import Search
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
 
-CANDIDATE = (SimpleNamespace(id="fast", label=lambda: "fast", options_dict=dict),)
+CANDIDATE = (SimpleNamespace(id="fast", merges=1, label=lambda: "fast", options_dict=dict),)
 FULL = Outcome("out_of_memory_device", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 

@@ -273,7 +273,7 @@ def test_a_run_that_times_its_own_start_is_recorded_alone(bench: Bench, monkeypa
     recorded: list[tuple[Run, ...]] = []
     verifier = Verifier(bench, at_once=2)
     monkeypatch.setattr(verifier, "_record", lambda *runs: recorded.append(runs))
-    own = SimpleNamespace(id="own", options_dict=dict, module=SimpleNamespace(TECHNIQUE=SimpleNamespace(starts_alone=True)))
+    own = SimpleNamespace(id="own", merges=1, options_dict=dict, module=SimpleNamespace(TECHNIQUE=SimpleNamespace(starts_alone=True)))
     verifier._prepare(Run((own,)), Run())       # type: ignore[arg-type]
     assert [len(runs) for runs in recorded] == [1, 1]
 

@@ -119,7 +119,7 @@ class Options:
 
 def candidate(identity: str, numerics: str, **more: object) -> Candidate:
     module = ModuleType(identity)
-    vars(module).update(TECHNIQUE=SimpleNamespace(id=identity, numerics=numerics, stage="model", touches=()), **more)
+    vars(module).update(TECHNIQUE=SimpleNamespace(id=identity, numerics=numerics, stage="model", touches=(), merges=""), **more)
     return Candidate(module, Options())
 
 

@@ -131,7 +131,7 @@ def test_a_kill_costs_the_running_round_only(tmp_path, certain, monkeypatch):
     monkeypatch.setattr(racing, "falls_behind", lambda first, second: False)
     bench = Bench(process=Killed)
     bench.store = stores.Store(tmp_path)
-    technique = (SimpleNamespace(id="t", options_dict=dict, label=lambda: "t"),)
+    technique = (SimpleNamespace(id="t", merges=1, options_dict=dict, label=lambda: "t"),)
     limits = Limits(max_pairs=2, min_rounds=8, max_rounds=8)
 
     def raced():
@@ -553,7 +553,7 @@ def test_an_evaluation_in_a_skipped_step_is_none_in_the_block_before(monkeypatch
     assert both.evaluated == {1, 3}
 
 
-CANDIDATE = (SimpleNamespace(id="t", label=lambda: "t", options_dict=dict),)
+CANDIDATE = (SimpleNamespace(id="t", merges=1, label=lambda: "t", options_dict=dict),)
 
 
 def with_workers(bench, trials):

@@ -15,7 +15,7 @@ from saturate.study.race_blocks import other_work
 from saturate.study.store import Store
 from saturate.trial.process import Block, TrialEnded, Workload
 
-TECHNIQUE = (SimpleNamespace(id="t", label=lambda: "t", options_dict=dict,
+TECHNIQUE = (SimpleNamespace(id="t", merges=1, label=lambda: "t", options_dict=dict,
                              module=SimpleNamespace(active=lambda evidence, options: SimpleNamespace(active=True)), options=None),)
 
 

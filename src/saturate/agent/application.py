@@ -47,7 +47,7 @@ def on_wake(session: Any) -> None:
     if session.plan["mode"] == "run":
         from saturate.agent.watchdog import Watchdog
 
-        session.watchdog = Watchdog(session.plan.get("on_divergence", "warn"))
+        session.watchdog = Watchdog(session.plan.get("on_divergence", "warn"), adds_up=any(map(_merges, session.plan["techniques"])))
         atexit.register(session.guard, session.watchdog.finish, session)
         atexit.register(session.guard, _report_end, session)
     if "ended" in session.plan:
@@ -63,14 +63,25 @@ def on_wake(session: Any) -> None:
 
 def _times_algorithms(entry: dict[str, Any]) -> bool:
     """Whether this technique has cuDNN choose its algorithms by a measurement."""
+    technique = _technique(entry)
+    return technique is not None and any(touch.resource == "cudnn-benchmark" for touch in technique.touches)
+
+
+def _merges(entry: dict[str, Any]) -> bool:
+    """Whether this technique makes several micro-steps one."""
+    technique = _technique(entry)
+    return technique is not None and bool(technique.merges)
+
+
+def _technique(entry: dict[str, Any]) -> Any:
+    """What a technique of the plan says about itself; None where it does not load, which is reported when its stage comes."""
     from saturate.errors import TechniqueError
     from saturate.techniques import _registry
 
     try:
-        technique = _registry.load_one(entry["module"], entry.get("path")).TECHNIQUE
+        return _registry.load_one(entry["module"], entry.get("path")).TECHNIQUE
     except TechniqueError:
-        return False        # reported when its stage comes
-    return any(touch.resource == "cudnn-benchmark" for touch in technique.touches)
+        return None
 
 
 def advance(session: Any) -> None:

@@ -34,10 +34,12 @@ Moment = tuple[int, int, int]
 
 
 class Watchdog:
-    """Of one process. `action`: "warn", or "stop" to end the script once the training has diverged."""
+    """Of one process. `action`: "warn", or "stop" to end the script once the training has diverged. `adds_up`: the losses of a step are
+    judged by their sum, because a technique makes several micro-steps one."""
 
-    def __init__(self, action: str):
+    def __init__(self, action: str, adds_up: bool = False):
         self.action = action
+        self.adds_up = adds_up
         self.history: list[tuple[int, float]] = []      # (step, its last loss)
         self.over = False                               # it was said, or there is nobody to say it to
         self._fresh: list[tuple[Moment, Any]] = []      # losses on their devices
@@ -82,6 +84,8 @@ class Watchdog:
         forgiven = session.scaler is not None and any(math.isfinite(loss) for _, loss in numbered)
         if forgiven:
             numbered = [(step, loss) for step, loss in numbered if not math.isinf(loss)]
+        if self.adds_up:
+            numbered = _sums(numbered)
         problem = divergence(self.history, numbered)
         if problem is None:
             self.history = [*self.history, *dict(numbered).items()][-HISTORY:]
@@ -155,6 +159,18 @@ def _step_of(session: Any, moment: Moment) -> int:
         return backwards
     # The boundary at which the motif was found counts among the tokens as well.
     return session.tokens[:tokens].count(session.step.token) // session.step.count + max(0, boundaries - 1) + 1
+
+
+def _sums(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """One for each step, in order.
+
+    >>> _sums([(1, 0.5), (1, 0.25), (2, 1.0)])
+    [(1, 0.75), (2, 1.0)]
+    """
+    found: dict[int, float] = {}
+    for step, loss in losses:
+        found[step] = found.get(step, 0.0) + loss
+    return list(found.items())
 
 
 def divergence(history: list[tuple[int, float]], losses: list[tuple[int, float]]) -> tuple[int, str] | None:

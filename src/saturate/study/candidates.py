@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,12 @@ class Candidate:
     @property
     def numerics(self) -> str:
         return self.module.TECHNIQUE.numerics
+
+    @property
+    def merges(self) -> int:
+        """How many of the script's backward passes may be one (see `Technique`)."""
+        name = self.module.TECHNIQUE.merges
+        return getattr(self.options, name) if name else 1
 
     def options_dict(self) -> dict[str, Any]:
         return asdict(self.options)
@@ -71,6 +78,11 @@ def conflict(techniques: Set, candidate: Candidate) -> str | None:
 def weakest(techniques: Set) -> str:
     """The numerics class of a whole set: the weakest promise in it."""
     return max((c.numerics for c in techniques), key=NUMERICS.index, default="exact")
+
+
+def merging(techniques: Set) -> int:
+    """How many of the script's backward passes may be one with all of these."""
+    return math.prod(candidate.merges for candidate in techniques)
 
 
 def ordered(techniques: Set) -> Set:

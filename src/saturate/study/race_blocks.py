@@ -9,7 +9,8 @@ from statistics import fmean
 
 from saturate.measure import stationary
 from saturate.study.bench import Live, queues
-from saturate.study.rates import Window, differ, rate
+from saturate.study.candidates import Set, merging
+from saturate.study.rates import Window, differ, merged, rate
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import Block, TrialEnded
 
@@ -64,25 +65,26 @@ def means_ms(a: Block, b: Block) -> tuple[float, float]:
     return fmean(a.timed_ns) / 1e6, fmean(b.timed_ns) / 1e6
 
 
-def believe(blocks: dict[str, list[Block]], warm_ups: Sequence[Sequence[Window]]) -> None:
-    """Raise TrialEnded of B when B's time is that of other work. `warm_ups`: of the baseline."""
-    reason = other_work(blocks["a"], blocks["b"], [window for one in warm_ups for window in one])
+def believe(blocks: dict[str, list[Block]], warm_ups: Sequence[Sequence[Window]], a: Set = (), b: Set = ()) -> None:
+    """Raise TrialEnded of B when B's time is that of other work. `warm_ups`: of the baseline. `a`, `b`: what either side trains with."""
+    known = merged([window for one in warm_ups for window in one], merging(a))
+    reason = other_work(blocks["a"], blocks["b"], known, merging(b) / merging(a))
     if reason is not None:
         ended = TrialEnded(Outcome("trains_otherwise", reason))
         ended.side = "b"
         raise ended
 
 
-def other_work(a: list[Block], b: list[Block], known: Sequence[Window] = ()) -> str | None:
+def other_work(a: list[Block], b: list[Block], known: Sequence[Window] = (), fewer: float = 1.0) -> str | None:
     """What shows that the timed blocks of B are not the same work as those of A; None when nothing does. `known`: of other processes
-    of the baseline, how often events came (see `study.rates`).
+    of A's kind, how often events came, `fewer`: how many backward passes of A may be one of B (see `study.rates`).
 
     A verification run cannot show what only happens to be done while time is taken. Uneven accumulation at the end of
     an epoch, and a training that diverges by itself, are allowed for.
     """
     ours, theirs = ([(block.steps, block.events) for block in blocks] for blocks in (a, b))
     for token in sorted({token for block in a for token in block.events}):
-        if differ(ours, theirs, token, known):
+        if differ(ours, theirs, token, known, fewer):
             what = {"B": "backward ran", "C": "its closure ran"}.get(token, "its optimizer stepped")
             return f"{what} {rate(theirs, token):.2f} times a step while it was timed, in the other process {rate(ours, token):.2f} times"
     timed_a, timed_b = sum(len(block.timed_ns) for block in a), sum(len(block.timed_ns) for block in b)

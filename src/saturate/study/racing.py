@@ -279,7 +279,7 @@ class Racer:
                         blocks[side].append(joined(parts))
                     turn += cut[0]
                     if b:
-                        believe(blocks, self.warm_ups)
+                        believe(blocks, self.warm_ups, a, b)
                     a_ms, b_ms = means_ms(blocks["a"][-1], blocks["b"][-1])
                     pair.keep(a_ms, b_ms)
                     if share_base:
@@ -329,7 +329,7 @@ class Racer:
         order = (("a", a), ("b", b)) if (first or "ab"[pair.number % 2]) == "a" else (("b", b), ("a", a))
         blocks = {side: self._blocks_alone(side, techniques, pair.number) for side, techniques in order}
         if b:
-            believe(blocks, self.warm_ups)
+            believe(blocks, self.warm_ups, a, b)
         for of_a, of_b in zip(blocks["a"], blocks["b"]):
             pair.keep(*means_ms(of_a, of_b))
 

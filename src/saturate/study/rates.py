@@ -33,9 +33,21 @@ def _error(windows: Sequence[Window], token: str) -> float:
     return t_quantile(NormalDist().cdf(SURE), len(windows) - 1) * math.sqrt(variance)
 
 
-def differ(expected: Sequence[Window], found: Sequence[Window], token: str, known: Sequence[Window] = ()) -> bool:
+def differ(expected: Sequence[Window], found: Sequence[Window], token: str, known: Sequence[Window] = (), fewer: float = 1.0) -> bool:
     """Whether the event comes more or less often in the steps that were `found` than in the `expected` ones. `known`: more windows of
-    the same program, which tell how its steps scatter."""
+    the same program, which tell how its steps scatter. `fewer`: so many of the expected backward passes may be one of those found, or
+    that one of several (see `Technique.merges`); none of them has to be, for some micro-steps cannot be merged."""
     usual, (few, many) = rate(expected, token), sorted(sum(steps for steps, _ in windows) for windows in (expected, found))
     chance = _error([*known, *expected], token) * math.sqrt(1 / few + 1 / many)
-    return abs(rate(found, token) - usual) > UNEVEN * usual + 1 / few + chance
+    times, often = 1 / fewer if token == "B" else 1.0, rate(found, token)
+
+    def beyond(share: float) -> float:
+        return UNEVEN * share * usual + 1 / few + share * chance
+
+    least, most = min(1.0, times), max(1.0, times)
+    return often < least * usual - beyond(least) or often > most * usual + beyond(most)
+
+
+def merged(windows: Sequence[Window], factor: float) -> list[Window]:
+    """What these windows would be where so many backward passes are one."""
+    return [(steps, {token: often / factor if token == "B" else often for token, often in events.items()}) for steps, events in windows]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,12 @@ import msgspec
 
 from saturate.records.result import NumericsCurve
 from saturate.study.bench import Bench, on_side, timed_losses
-from saturate.study.candidates import Set, key, ordered, weakest
+from saturate.study.candidates import Set, key, merging, ordered, weakest
 from saturate.trial.process import Trial, TrialEnded
 from saturate.verify import compare as comparison
 from saturate.verify.deviation import FIRST_ACTING
 from saturate.verify.envelope import envelope
-from saturate.verify.series import CaptureDamaged, Series, read
+from saturate.verify.series import CaptureDamaged, Series, as_often, read
 from saturate.verify.tolerance import Tolerance, informative, repeated, tolerance, unrepeatable, widened
 
 #: Two updates before techniques act, then fifty.
@@ -202,8 +202,8 @@ class Verifier:
         """One twin is enough to pass. Before anything is rejected that nearly passed, there are more: when a training begins to
         amplify rounding (a ReLU's kink) is chance, and one twin may have been late."""
         self._prepare(*self._compared(techniques, rounding, aligned))
-        subject, allowed = self.series(Run(techniques, aligned=aligned)), self._tolerance(rounding, aligned)
-        baseline = self._repeated(aligned)
+        allowed, baseline = self._tolerance(rounding, aligned), self._repeated(aligned)
+        subject = self._with_its_micro_steps(Run(techniques, aligned=aligned))
         found = comparison.compare(baseline, subject, allowed)
         if found.nearly:
             found = comparison.compare(baseline, subject, self._tolerance(rounding, aligned, TWINS))
@@ -235,7 +235,7 @@ class Verifier:
         if None in timed:
             return None
         baseline = self.series(Run(self.reference))
-        plain, own = baseline.losses, self.series(Run(techniques)).losses
+        plain, own, fewer = baseline.losses, self.series(Run(techniques)).losses, self._fewer(techniques)
         if all(ours == theirs for ours, theirs in zip(own[FIRST_ACTING:], timed[1][FIRST_ACTING:])):
             return None
         allowed = self._tolerance(rounding).loss
@@ -245,10 +245,11 @@ class Verifier:
             allowed = widened(allowed, plain, timed[0])
         if first_difference(plain, timed[0], allowed) is not None:
             return None
-        update = first_difference(own, timed[1], allowed)
+        own, again = as_often(plain, own, fewer), as_often(plain, timed[1], fewer)
+        update = first_difference(own, again, allowed)
         if update is None:
             return None
-        return f"it trains otherwise when it is timed: loss {timed[1][update]} in update {update}, {own[update]} in verification"
+        return f"it trains otherwise when it is timed: loss {again[update]} in update {update}, {own[update]} in verification"
 
     def _as_stream(self, techniques: Set, rounding: float, reason: str) -> comparison.Verdict:
         """Other random numbers are allowed: the same training with randomness aligned, and an ordinary one without."""
@@ -257,10 +258,22 @@ class Verifier:
             return comparison.Verdict(aligned.passed, f"{aligned.reason} (with dropout off and samples aligned)", aligned.curves)
         seeds = [Run(self.reference, seed_offset=offset) for offset in range(ENVELOPE_SEEDS)]
         self._prepare(*seeds)
-        inside = envelope([*map(self.series, seeds)], self.series(Run(techniques)))
+        inside = envelope([*map(self.series, seeds)], self._with_its_micro_steps(Run(techniques)))
         if not inside.passed:
             return comparison.Verdict(False, f"{inside.reason}; same seed: {reason}", aligned.curves)
         return comparison.Verdict(True, f"aligned: {aligned.reason}; with its own randomness: {inside.reason}", aligned.curves)
+
+    def _fewer(self, techniques: Set) -> float:
+        """How many micro-steps of what everything is compared with may be one."""
+        return merging(techniques) / merging(self.reference)
+
+    def _with_its_micro_steps(self, run: Run) -> Series:
+        """The recorded run, with as many micro-steps as what it is compared with where its techniques run several of them as one: what
+        comes to the backward passes of an update adds up to the same."""
+        found, fewer = self.series(run), self._fewer(run.techniques)
+        if fewer == 1:
+            return found
+        return replace(found, losses=as_often(self.series(replace(run, techniques=self.reference)).losses, found.losses, fewer))
 
     def series(self, run: Run) -> Series:
         """The recorded run, from memory, from the study's folder, or from a fresh process."""

@@ -42,7 +42,12 @@ class Touch:
 
 @dataclass(frozen=True)
 class Technique:
-    """Metadata. `id` is the file name with dashes."""
+    """Metadata. `id` is the file name with dashes.
+
+    `merges` names an option that holds how many micro-steps of an update may run as one. A step may then have fewer backward passes
+    than the baseline's, down to that part of them, and verification compares the sum of the losses of each update as they come to the
+    backward pass. All else is compared as ever: the data, the gradients, which way each update goes, how often optimizers step.
+    """
 
     id: str
     title: str
@@ -54,6 +59,7 @@ class Technique:
     slow_start: bool = False            # its first steps take long (a compiler runs): tried late unless the diagnosis names it
     acts_on: str = "optimizers"         # stage "model": applied anew when these are others, see `ACTS_ON`
     starts_alone: bool = False          # times something while the script starts: no other trial may start beside it
+    merges: str = ""                    # the option that says how many backward passes of an update may be one
     fallbacks: bool = False             # variants behind the first are for where that one fails: otherwise they get no trial
 
 

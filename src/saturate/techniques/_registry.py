@@ -92,7 +92,7 @@ def check(module: ModuleType) -> list[str]:
     """Everything about the module's shape that breaks the contract; empty when it is well formed."""
     environment = getattr(getattr(module, "TECHNIQUE", None), "stage", None) == "environment"
     names = (*FUNCTIONS, *(("environment",) if environment else ()))
-    return [*documentation_problems(module), *metadata_problems(module, STAGES), *options_problems(module),
+    return [*documentation_problems(module), *metadata_problems(module, STAGES), *options_problems(module), *merging_problems(module),
             *function_problems(module, {name: _PARAMETERS[name] for name in names})]
 
 
@@ -136,6 +136,15 @@ def options_problems(module: ModuleType) -> list[str]:
         elif not isinstance(field.default, SCALARS):
             problems.append(f"Options.{field.name} is a {type(field.default).__name__}; TOML needs a bool, number or text")
     return problems
+
+
+def merging_problems(module: ModuleType) -> list[str]:
+    """Whether the option that `TECHNIQUE.merges` names is a number of backward passes."""
+    name, options = getattr(getattr(module, "TECHNIQUE", None), "merges", ""), getattr(module, "Options", None)
+    known = {field.name: field.default for field in dataclasses.fields(options)} if dataclasses.is_dataclass(options) else {}
+    if not name or (type(known.get(name)) is int and known[name] >= 1):
+        return []
+    return [f"TECHNIQUE.merges is {name!r}, and Options has no number of 1 or more of this name"]
 
 
 def function_problems(module: ModuleType, parameters: Mapping[str, int]) -> list[str]:

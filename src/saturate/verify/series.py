@@ -185,6 +185,23 @@ def read(folder: Path) -> Series:
                   statistics=[row[dims:] for row in rows[:n]] if statistics else [], statistics_segments=statistics)
 
 
+def as_often(expected: Sequence[list[float]], found: Sequence[list[float]], fewer: float) -> list[list[float]]:
+    """The losses that were `found`, by update and micro-step, with as many micro-steps as `expected` where up to `fewer` of those ran as
+    one: their sum in equal parts. An update with fewer backward passes than that, or with more than expected, stays as it is: it is
+    another training.
+
+    >>> as_often([[1.0, 2.0, 3.0, 4.0]] * 3, [[10.0], [3.0, 7.0], [5.0] * 5], 2)
+    [[10.0], [2.5, 2.5, 2.5, 2.5], [5.0, 5.0, 5.0, 5.0, 5.0]]
+    """
+    return [_in_parts(theirs, len(ours)) if len(theirs) < len(ours) <= fewer * len(theirs) else theirs
+            for ours, theirs in zip(expected, found)] + list(found[len(expected):])
+
+
+def _in_parts(losses: list[float], count: int) -> list[float]:
+    total = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
+    return [total / count] * count
+
+
 def write(series: Series, folder: Path) -> None:
     """Write a capture that `read` returns equal (samples in the training's own precision)."""
     dims = len(series.samples[0]) if series.samples else 0
