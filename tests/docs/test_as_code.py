@@ -234,6 +234,11 @@ def assert_that(*conditions: Callable[[types.SimpleNamespace], bool]) -> Callabl
     return check
 
 
+def merges(found, options):
+    arguments = found.merged(types.SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=8))
+    assert vars(arguments) == {"per_device_train_batch_size": 4 * options.factor, "gradient_accumulation_steps": 8 // options.factor}
+
+
 EFFECTS: dict[str, Callable[..., None]] = {
     "async-checkpoint": loads,
     "batch-assembly": assert_that(lambda found: [len(images) for images, _ in found.loader] == [8, 8]),
@@ -247,6 +252,7 @@ EFFECTS: dict[str, Callable[..., None]] = {
     "gc-freeze": assert_that(lambda found: gc.get_freeze_count() > 0 and gc.get_threshold()[0] == 50_000),
     "global-batch": scales,
     "loader-workers": assert_that(lambda found: (found.loader.num_workers, found.loader.prefetch_factor) == (1, 2)),
+    "merged-micro-batches": merges,
     "optimizer-8bit": assert_that(lambda found: type(found.optimizer).__name__.removesuffix("8bit") in ("Adam", "AdamW")),
     "optimizer-in-backward": assert_that(lambda found: all(p.grad is None for p in found.model.parameters())),
     "pin-memory": assert_that(lambda found: found.loader.pin_memory),

@@ -20,7 +20,7 @@ BUILT_IN = [
     "activation-checkpointing", "allocator", "async-checkpoint", "batch-assembly", "bf16-autocast", "channels-last", "compile",
     "cpu-offload", "cpu-threads", "cudnn-benchmark", "dataset-cache", "ddp-options", "device-prefetch", "dynamic-batch",
     "fp16-autocast", "fp8-linear", "fused-optimizer", "gc-freeze", "global-batch", "incremental-checkpoint", "loader-workers",
-    "micro-batch", "optimizer-8bit", "optimizer-in-backward", "pin-memory", "sdpa-backend", "tf32", "zero-grad-none",
+    "merged-micro-batches", "micro-batch", "optimizer-8bit", "optimizer-in-backward", "pin-memory", "sdpa-backend", "tf32", "zero-grad-none",
 ]
 
 #: Every two that cannot stand in one recipe, and what both want for themselves.
@@ -34,8 +34,10 @@ CONFLICTS = [
     ("cpu-offload", "optimizer-in-backward", "gradients"),
     ("device-prefetch", "pin-memory", "pinned-memory"),
     ("device-prefetch", "pin-memory", "tensor-copy"),
+    ("dynamic-batch", "merged-micro-batches", "micro-batches"),
     ("dynamic-batch", "micro-batch", "micro-batches"),
     ("fp16-autocast", "optimizer-in-backward", "backward"),
+    ("merged-micro-batches", "micro-batch", "micro-batches"),
     ("optimizer-8bit", "optimizer-in-backward", "gradients"),
     ("optimizer-in-backward", "zero-grad-none", "zero-grad"),
 ]
@@ -63,6 +65,7 @@ BROKEN = {
     "numerics": ('numerics="exact"', 'numerics="fine"', "TECHNIQUE.numerics is 'fine'"),
     "stage": ('stage="model"', 'stage="late"', "TECHNIQUE.stage is 'late'"),
     "acts_on": ('stage="model"', 'stage="model", acts_on="all"', "TECHNIQUE.acts_on is 'all'"),
+    "merges": ('stage="model"', 'stage="model", merges="factor"', "TECHNIQUE.merges is 'factor', and Options has no number"),
     "title": ('title="t"', 'title=" "', "title is empty"),
     "touches": ('(Touch("x"),)', "()", "at least one Touch"),
     "thawed": ("@dataclass(frozen=True)", "@dataclass", "not frozen"),

@@ -16,7 +16,7 @@ from saturate.agent import formats
 from saturate.agent.context import forward_overridden, is_ours, living
 from saturate.data import batches
 from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
-from saturate.techniques import _common
+from saturate.techniques import _common, _hf_trainer
 from saturate.techniques._given import referable
 
 #: The launchers' variables as a trial's command was given them: whoever set them did not start the ranks of this trial.
@@ -256,6 +256,7 @@ def facts(session: Any) -> dict[str, Any]:
         modules=tuple(_module_facts(torch, m, inspection) for m in inspection.modules),
         optimizers=tuple(_optimizer_facts(torch, o) for o in session.optimizers.living()),
         loaders=tuple(entry["facts"] for entry in session.loaders.values()),
+        trainer=_hf_trainer.facts(torch),
         packages=_packages(),
         machine=MachineFacts(cpu_bf16_native=_cpu_flag(torch, "_is_avx512_bf16_supported"),
                              cpu_fp16_native=_cpu_flag(torch, "_is_amx_fp16_supported")),

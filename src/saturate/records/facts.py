@@ -70,6 +70,15 @@ class ModuleFacts:
 
 
 @dataclass(frozen=True)
+class TrainerFacts:
+    """What of a framework runs the loop of a training, where it is known."""
+
+    kind: str = ""                      # class name, of transformers' Trainer or of one that is derived from it
+    accumulation: int = 1               # micro-steps of an update, as it was asked for
+    never_merged: str = ""              # why several of them cannot be one; "": nothing is known against it
+
+
+@dataclass(frozen=True)
 class MachineFacts:
     """The part of the machine that the workload may use."""
 
@@ -138,6 +147,7 @@ class Facts:
     modules: tuple[ModuleFacts, ...] = ()
     optimizers: tuple[OptimizerFacts, ...] = ()
     loaders: tuple[LoaderFacts, ...] = ()
+    trainer: TrainerFacts | None = None  # None: the loop is the script's own, or of a framework that is not known
     packages: tuple[str, ...] = ()      # importable in the workload's environment, of those that techniques can use
     machine: MachineFacts = field(default_factory=MachineFacts)
 

@@ -43,8 +43,9 @@ _OTHER_OUTPUTS = "the outputs of chunks are not those of the whole batch: its sa
 _KNOWN_HOOKS = ("torch.", "saturate.", "accelerate.", "peft.", "transformers.")
 
 
-def census(module: Any, torch: Any) -> str:
-    """Why no forward of this module can be cut, from what it consists of; empty when nothing is against it."""
+def census(module: Any, torch: Any, then: str = "which would run for each chunk") -> str:
+    """Why no forward of this module can be cut, from what it consists of; empty when nothing is against it. `then`: what would become of
+    a hook of the script."""
     nn = torch.nn
     for name, child in module.named_modules():
         where = f"{name or 'the model'} ({type(child).__name__})"
@@ -55,7 +56,7 @@ def census(module: Any, torch: Any) -> str:
         if type(child).__name__.startswith(("FullySharded", "FSDP")):
             return "its parameters are sharded (FSDP)"
         if child is not module and (hook := _own_hook(child)):
-            return f"{where} has a hook of the script ({hook}), which would run for each chunk"
+            return f"{where} has a hook of the script ({hook}), {then}"
     for name, parameter in module.named_parameters():
         if parameter.device.type not in ("cpu", "cuda"):
             return f"{name} lives on {parameter.device}: only CPUs and CUDA devices are known here"

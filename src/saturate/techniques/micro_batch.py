@@ -42,8 +42,8 @@ batches of a whole update ahead, running the model on all of them when the scrip
 gradient back until the last. The script's own code between loader and model (copies, augmentation, noise) would have to run
 ahead of the script; and until the last backward no parameter has the gradient that the script may read, clip, unscale or
 decide by. A loss that is skipped because it is not finite, in the last micro-step, would leave all others out of a clipping
-that has happened by then, and nothing shows that beforehand. Where a framework owns the loop, batch size and accumulation
-are two arguments, and `saturate fit` says how large the first may be.
+that has happened by then, and nothing shows that beforehand. Where transformers' Trainer owns the loop, `merged-micro-batches` does it;
+elsewhere batch size and accumulation are two arguments of a framework, and `saturate fit` says how large the first may be.
 
 References
 ----------
@@ -100,6 +100,8 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
 def _merging(facts: Facts) -> str:
     if facts.micro_steps < 2 or len(facts.optimizers) != 1:        # several backward passes of a GAN are no accumulation
         return ""
+    if facts.trainer is not None:
+        return f"; fewer and larger ones than the script's {facts.micro_steps} per update are made by merged-micro-batches"
     return (f"; fewer and larger ones than the script's {facts.micro_steps} per update are not made from outside of its loop: "
             "its own batch size and accumulation do that, and `saturate fit` says what fits")
 
