@@ -355,14 +355,23 @@ def test_all_or_the_fewest(count, factors):
 
 def test_the_other_direction_points_here():
     assert "made by merged-micro-batches" in micro_batch.eligible(dataclasses.replace(FACTS, modules=(wrappable(),))).reason
-    plain = dataclasses.replace(FACTS, trainer=None, modules=(wrappable(),))
-    assert "not made from outside of its loop" in micro_batch.eligible(plain).reason
+    for trainer in (None, TrainerFacts("Trainer", 8, "it has BatchNorm")):
+        plain = dataclasses.replace(FACTS, trainer=trainer, modules=(wrappable(),))
+        assert "not made from outside of its loop" in micro_batch.eligible(plain).reason
 
 
 def wrappable():
     from saturate.records.facts import ModuleFacts
 
     return ModuleFacts(kind="Net")
+
+
+def test_a_trainer_that_is_not_known(monkeypatch):
+    monkeypatch.setattr(_hf_trainer, "running", lambda: SimpleNamespace(current_gradient_accumulation_steps=1, get_batch_samples=1,
+                                                                        args=SimpleNamespace(gradient_accumulation_steps=4)))
+    assert "replaced on the Trainer" in _hf_trainer.facts(torch).never_merged
+    monkeypatch.setattr(_hf_trainer, "_of_loop", lambda trainer: "")
+    assert "none that is known here (AttributeError" in _hf_trainer.facts(torch).never_merged
 
 
 def test_outside_of_a_trainer():

@@ -8,6 +8,7 @@ from typing import Any
 
 from saturate.records.facts import TrainerFacts
 from saturate.techniques._chunk_proof import census
+from saturate.techniques._interrupts import from_signal_handler
 
 #: The package, whose own classes and callbacks are known.
 _PACKAGE = "transformers."
@@ -44,6 +45,15 @@ def facts(torch: Any) -> TrainerFacts | None:
 
 def why_not(trainer: Any, torch: Any) -> str:
     """Why micro-steps of this training cannot be merged; "" where nothing is known against it."""
+    try:
+        return _why_not(trainer, torch)
+    except Exception as error:  # another version, or what a script made of one, may lack anything
+        if from_signal_handler(error):
+            raise
+        return f"this Trainer is none that is known here ({type(error).__name__}: {error})"
+
+
+def _why_not(trainer: Any, torch: Any) -> str:
     return _of_loop(trainer) or _of_surroundings(trainer) or census(trainer.model, torch, "which would run once for several micro-steps")
 
 

@@ -157,7 +157,7 @@ class Merger:
             if self.place < first + len(members):
                 return self.torch.zeros((), device=self.trainer.args.device)        # what it adds to the loss comes with the last one
             whole, self.whole = self.whole, None
-            return self._counting(len(members), original, model, whole, *rest, **kwargs)
+            return self._counting(len(members), original, model, whole, *rest, **kwargs)       # in the last of them, where ranks synchronize
 
         return training_step
 

@@ -100,7 +100,7 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
 def _merging(facts: Facts) -> str:
     if facts.micro_steps < 2 or len(facts.optimizers) != 1:        # several backward passes of a GAN are no accumulation
         return ""
-    if facts.trainer is not None:
+    if facts.trainer is not None and not facts.trainer.never_merged:
         return f"; fewer and larger ones than the script's {facts.micro_steps} per update are made by merged-micro-batches"
     return (f"; fewer and larger ones than the script's {facts.micro_steps} per update are not made from outside of its loop: "
             "its own batch size and accumulation do that, and `saturate fit` says what fits")
