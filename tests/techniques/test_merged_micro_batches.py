@@ -69,7 +69,8 @@ def watched(act) -> Iterator[list[list[float]]]:
     original = torch.autograd.backward
 
     def backward(tensors, *args, **kwargs):
-        updates[-1].append(float(torch.as_tensor(tensors).detach()))
+        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:      # others are parts of a backward pass
+            updates[-1].append(float(tensors.detach()))
         return original(tensors, *args, **kwargs)
 
     def stepped(*_):
@@ -187,6 +188,12 @@ class WithinBatch(Means):
         return torch.nn.functional.cross_entropy(left @ right.T / 0.1, torch.arange(len(left)))
 
 
+class AddsUp(Means):
+    """As the Trainer does with what models return that take `num_items_in_batch` and do not divide by it."""
+
+    loss_is_scaled_for_ga = True
+
+
 class DividesItself(Means):
     """As was usual once: it divides by the accumulation, and says so."""
 
@@ -196,8 +203,9 @@ class DividesItself(Means):
         return losses.mean() / self.args.gradient_accumulation_steps
 
 
-def test_means_that_weigh_alike_are_merged_and_the_rest_runs_as_it_is(tmp_path):
-    given = {"trainer": Means, "data": Rows(41), "max_steps": 7}
+@pytest.mark.parametrize("trainer", [Means, AddsUp, DividesItself])
+def test_means_that_weigh_alike_are_merged_and_the_rest_runs_as_it_is(tmp_path, trainer):
+    given = {"trainer": trainer, "data": Rows(41), "max_steps": 7}
     plain, merged = train(tmp_path, **given), train(tmp_path, 2, **given)
     assert plain.counts == [4, 4, 4, 4, 4, 1, 4] and merged.counts == [4, 2, 2, 2, 2, 1, 2]
     same(merged, plain)
@@ -207,7 +215,7 @@ def test_means_that_weigh_alike_are_merged_and_the_rest_runs_as_it_is(tmp_path):
     same(merged, plain)
 
 
-@pytest.mark.parametrize("trainer", [OfSomeTokens, WithinBatch, DividesItself])
+@pytest.mark.parametrize("trainer", [OfSomeTokens, WithinBatch])
 def test_what_is_no_sum_over_samples_runs_as_the_script_wrote_it(tmp_path, capfd, trainer):
     plain, left = train(tmp_path, trainer=trainer), train(tmp_path, 4, trainer=trainer)
     assert left.updates == plain.updates, "bit for bit"
@@ -247,6 +255,38 @@ def test_models_that_look_at_the_batch(tmp_path, kind, words):
     assert left.counts == plain.counts and words in left.refused + left.proof.evidence
     assert left.sums == pytest.approx(plain.sums)
     assert float(left.trainer.model.seen) == float(plain.trainer.model.seen), "what is run to compare leaves nothing behind"
+
+
+class Classes(Rows):
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": int(self.rows[index][0]) % 2}
+
+
+def bert():
+    return transformers.BertForSequenceClassification(transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0))
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5))
+
+
+@pytest.mark.parametrize("given", [
+    {"model": bert, "data": Classes()}, {"bf16": True}, {"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1},
+    {"neftune_noise_alpha": 5.0}, {"gradient_accumulation_steps": 32},
+], ids=["classes", "bf16", "checkpointing", "smoothing", "neftune", "longer than an epoch"])
+def test_what_else_a_trainer_does(tmp_path, given):
+    plain, merged = train(tmp_path, **given), train(tmp_path, 4, **given)
+    assert merged.counts[1] == -(-plain.counts[1] // 4)
+    assert merged.sums == pytest.approx(plain.sums, rel=1e-3 if "bf16" in given else 1e-5)
+
+
+def test_experts_that_balance_their_load_over_a_batch(tmp_path):
+    left = train(tmp_path, 4, model=mixtral)
+    assert left.counts == [4, 4, 4, 4, 4, 1] and "samples depend on each other" in left.proof.evidence
 
 
 def test_a_model_of_the_scripts_own(tmp_path):

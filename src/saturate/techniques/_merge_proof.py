@@ -21,13 +21,14 @@ from saturate.techniques._merged_batch import NotMergeable
 Run = Callable[[Any, int], Any]
 
 
-def compare(trainer: Any, run: Run, batches: Sequence[Any], merged: Any, torch: Any) -> None:
-    """Raises NotMergeable with the reason where they do not agree, or where that cannot be seen."""
+def compare(trainer: Any, run: Run, batches: Sequence[Any], merged: Any, weighs: Sequence[int], torch: Any) -> int:
+    """How many times the loss of the merged batch is what those of the script's own add up to: one of `weighs`. Raises NotMergeable with
+    the reason where it is none of them, where gradients do not agree, or where that cannot be seen."""
     model = trainer.model
     state, buffers = Randomness(torch, devices_of(model)), [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         with torch.enable_grad(), steady(torch):
-            _agree(trainer, run, batches, merged, torch)
+            return _agree(trainer, run, batches, merged, weighs, torch)
     except NotSplittable as reason:
         raise NotMergeable(str(reason)) from None
     except Exception as error:  # the user's model and loss may raise anything
@@ -46,7 +47,7 @@ def compare(trainer: Any, run: Run, batches: Sequence[Any], merged: Any, torch: 
         free(torch)
 
 
-def _agree(trainer: Any, run: Run, batches: Sequence[Any], merged: Any, torch: Any) -> None:
+def _agree(trainer: Any, run: Run, batches: Sequence[Any], merged: Any, weighs: Sequence[int], torch: Any) -> int:
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]
     watch = Watch(trainer.model, (), [], torch)
     try:
@@ -60,16 +61,19 @@ def _agree(trainer: Any, run: Run, batches: Sequence[Any], merged: Any, torch: A
         loss, gradients, _ = _micro_step(trainer, run, merged, len(batches), parameters, torch)
     finally:
         watch.around.restore()
-    if not abs(loss - total) <= _allowed(parameters[:1], formats, torch) * max(abs(loss), abs(total)):
+    allowed = _allowed(parameters[:1], formats, torch)
+    times = next((times for times in weighs if abs(times * loss - total) <= allowed * max(abs(times * loss), abs(total))), None)
+    if times is None:
         raise NotMergeable(f"the loss of {len(batches)} micro-steps is {total:.6g} and that of all their samples at once {loss:.6g}: "
                            "samples depend on each other, or do not weigh the same")
     largest = max((float(g.abs().max()) for g in gradients if g is not None and g.numel()), default=0.0)
     for ours, theirs in zip(sums, gradients):
         if (ours is None) != (theirs is None):
             raise NotMergeable("which parameters have gradients depends on the batch")
-        if ours is not None and not _close(ours, theirs, formats, _NOISE * largest, torch):
+        if ours is not None and not _close(ours, theirs * times, formats, _NOISE * largest * times, torch):
             raise NotMergeable("the gradients of micro-steps do not add up to that of all their samples at once: samples depend on each other, "
                                "or do not weigh the same")
+    return times
 
 
 def _micro_step(trainer: Any, run: Run, batch: Any, members: int, parameters: list[Any], torch: Any) -> tuple[float, list[Any], set[str]]:

@@ -20,7 +20,8 @@ drawn once for all samples of a batch is drawn once for more of them. Without an
 batch besides is refused, with the reason: BatchNorm in training mode, models that change state in their forward, losses within a batch
 (contrastive ones, a mixture of experts that balances its load), means that do not weigh samples alike. Losses that are divided by
 what counts in the whole update (`num_items_in_batch`) may be of batches of any size; means of each batch are merged where batches hold
-as many samples, and as many labels that count.
+as many samples, and as many labels that count. Some models take `num_items_in_batch` and do not divide by it (BERT's classifiers, T5): the
+Trainer adds their means up, and a merged one counts as many times.
 
 How it is applied
 -----------------
@@ -49,7 +50,9 @@ Hugging Face, "Fixing Gradient Accumulation", 2024 (why losses are divided by wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +73,9 @@ TECHNIQUE = Technique(
 
 #: The note of why nothing is merged any more, and that of why a group was not.
 _LEFT, _OWN = f"{TECHNIQUE.id}: left", f"{TECHNIQUE.id}: own"
+
+#: Groups that are run both ways before it is known whether losses are divided, where their batches do not weigh the same.
+MOST_UNSETTLED = 3
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,8 @@ class Merger:
         self.place = 0                              # of the next micro-step in the update
         self.whole: Any = None                      # what the group under way was merged into; None: it runs as it is
         self.groups = {False: 0, True: 0}           # so many were merged, without more padding and with
+        self.undivided: bool | None = None          # means of micro-batches are added up; None: not known yet
+        self.unsettled = 0                          # groups that could not tell
         self.left = False
 
     def taking(self, original: Any) -> Any:
@@ -157,7 +165,8 @@ class Merger:
             if self.place < first + len(members):
                 return self.torch.zeros((), device=self.trainer.args.device)        # what it adds to the loss comes with the last one
             whole, self.whole = self.whole, None
-            return self._counting(len(members), original, model, whole, *rest, **kwargs)       # in the last of them, where ranks synchronize
+            with self._weighing(len(members)):
+                return self._counting(len(members), original, model, whole, *rest, **kwargs)    # in the last, where ranks synchronize
 
         return training_step
 
@@ -170,30 +179,54 @@ class Merger:
         finally:
             trainer.current_gradient_accumulation_steps = count
 
+    @contextlib.contextmanager
+    def _weighing(self, members: int) -> Iterator[None]:
+        """Where nobody divides means, each micro-step adds a whole one to the update."""
+        trainer, own = self.trainer, vars(self.trainer).get("compute_loss")
+        compute = trainer.compute_loss
+        if self.undivided:
+            trainer.compute_loss = lambda *args, **kwargs: compute(*args, **kwargs) * members
+        try:
+            yield
+        finally:
+            if own is not None:
+                trainer.compute_loss = own
+            elif self.undivided:
+                del trainer.compute_loss
+
     def _merged(self, original: Any, members: list[Any], rest: Any, kwargs: Any) -> Any:
         """What a group runs as; None where each of its micro-steps runs by itself."""
         if len(members) < 2:
             return None
         trainer, torch = self.trainer, self.torch
         try:
-            items = rest[0] if rest else kwargs.get("num_items_in_batch")
-            if not _hf_trainer.divided_by_items(trainer, items):
-                names = dict.fromkeys(("labels", *trainer.label_names))
-                if len({weights(batch, tuple(names), torch) for batch in members}) > 1:
-                    raise NotMergeable("batches of several sizes, or with several numbers of labels that count, do not weigh the same")
+            names = tuple(dict.fromkeys(("labels", *trainer.label_names)))
+            alike = len({weights(batch, names, torch) for batch in members}) == 1
+            divides = not _hf_trainer.divided_by_items(trainer, rest[0] if rest else kwargs.get("num_items_in_batch"))
+            if (divides or self.undivided) and not alike:
+                raise NotMergeable("batches of several sizes, or with several numbers of labels that count, do not weigh the same")
             whole, padded = merge(members, _hf_trainer.paddings(trainer), _hf_trainer.pads_left(trainer), torch)
         except NotMergeable as reason:
-            self.context.note(_OWN, str(reason))
-            return None
+            return self._as_it_is(str(reason))
         if not self.groups[padded] & (self.groups[padded] - 1):      # after none, 1, 2, 4, 8...
+            weighs = (1,) if divides or self.undivided is False else (len(members),) if self.undivided else (1, len(members))
             try:
-                _merge_proof.compare(trainer, lambda batch, count: self._counting(count, original, trainer.model, batch, *rest, **kwargs),
-                                     members, whole, torch)
+                times = _merge_proof.compare(
+                    trainer, lambda batch, count: self._counting(count, original, trainer.model, batch, *rest, **kwargs),
+                    members, whole, weighs, torch)
             except NotMergeable as reason:
-                return self._leave(str(reason))
+                self.unsettled += 1
+                if divides or alike or self.undivided is not None or self.unsettled >= MOST_UNSETTLED:
+                    return self._leave(str(reason))
+                return self._as_it_is(str(reason))      # means of batches that do not weigh the same, perhaps: others may
+            if not divides:
+                self.undivided = times > 1
         self.groups[padded] += 1
         self.context.note(TECHNIQUE.id, f"{sum(self.groups.values())} time(s) {self.factor} micro-steps as one")
         return whole
+
+    def _as_it_is(self, reason: str) -> None:
+        self.context.note(_OWN, reason)
 
     def _leave(self, reason: str) -> None:
         self.left = True
