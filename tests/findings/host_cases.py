@@ -98,7 +98,7 @@ CASES = [
             "device waits unknown": {"device_wait": None},
         },
         reason="waits for launches in 26.0 % of the step; 62.0 % of the kernels are short",
-        techniques=("compile", "fused-optimizer", "zero-grad-none"),
+        techniques=("compile", "merged-micro-batches", "fused-optimizer", "zero-grad-none"),
     ),
     Case(
         "launch-bound",
@@ -122,7 +122,7 @@ CASES = [
             "their time is unknown": {"kernels__short_time": None},
         },
         reason="40.0 % of the step passes around 10,000 operators of 2.0 us.",
-        techniques=("compile", "fused-optimizer", "zero-grad-none"),
+        techniques=("compile", "merged-micro-batches", "fused-optimizer", "zero-grad-none"),
     ),
     Case(
         "slow-host-code",

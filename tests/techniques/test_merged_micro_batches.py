@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import math
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -316,6 +318,21 @@ class Each(transformers.TrainerCallback):
 def test_what_is_refused(tmp_path, given, words):
     left = train(tmp_path, 2, max_steps=2, **given)
     assert words in left.refused and left.counts == train(tmp_path, max_steps=2, **given).counts
+
+
+def test_what_the_script_drops_is_gone(tmp_path):
+    """Although nothing was taken back."""
+    context = Context(torch)
+    made = transformers.Trainer(model=gpt(), train_dataset=Rows(), args=transformers.TrainingArguments(
+        str(tmp_path), max_steps=3, gradient_accumulation_steps=2, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True))
+    with watched(lambda: merged_micro_batches.apply(context.of(ID), merged_micro_batches.Options())) as updates:
+        made.train()
+    assert list(map(len, updates)) == [2, 1, 1]
+    left = weakref.ref(made), weakref.ref(made.model)
+    del made
+    gc.collect()
+    assert [one() for one in left] == [None, None]
+    context.undo()
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):

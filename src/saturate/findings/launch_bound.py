@@ -32,7 +32,8 @@ short kernels, and changing it changes the training.
 
 What helps
 ----------
-Fewer launches: `torch.compile` (with CUDA graphs), fused optimizers, operations on whole tensors in place of loops.
+Fewer launches: `torch.compile` (with CUDA graphs), fused optimizers, operations on whole tensors in place of loops, and fewer and
+larger micro-steps where gradients are accumulated.
 The bound on an accelerator is the idle time; on a CPU the time of operators below 10 us counts as overhead too.
 
 References
@@ -68,7 +69,7 @@ CALLS = 0.50
 RULE = Rule(
     id="launch-bound",
     title="many short operators",
-    techniques=("compile", "fused-optimizer", "zero-grad-none"),
+    techniques=("compile", "merged-micro-batches", "fused-optimizer", "zero-grad-none"),
     needs=frozenset({"steps", "gaps", "kernels"}),
 )
 

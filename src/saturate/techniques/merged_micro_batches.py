@@ -39,8 +39,8 @@ stderr says so. Meanwhile two sets of gradients are held, and a `compute_loss` t
 
 Refused are: another framework, or a loop of the script's own (`micro-batch` says why); a Trainer with a `training_step` or
 `get_batch_samples` of the script's or of a library's own; callbacks of theirs that act on each micro-step; DeepSpeed, FSDP,
-DataParallel and parallelism within a batch; optimizers that update in the backward pass; versions of transformers before
-`current_gradient_accumulation_steps`.
+DataParallel and parallelism within a batch; optimizers that update in the backward pass; reentrant activation checkpointing, which
+cannot be compared so; versions of transformers before `current_gradient_accumulation_steps`.
 
 References
 ----------
