@@ -320,6 +320,12 @@ def test_what_is_refused(tmp_path, given, words):
     assert words in left.refused and left.counts == train(tmp_path, max_steps=2, **given).counts
 
 
+def test_what_fails_in_us_does_not_end_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(merged_micro_batches, "weights", lambda *given: 1 / 0)
+    plain, left = train(tmp_path), train(tmp_path, 4)
+    assert left.updates == plain.updates and left.proof.evidence == "ZeroDivisionError: division by zero"
+
+
 def test_what_the_script_drops_is_gone(tmp_path):
     """Although nothing was taken back."""
     context = Context(torch)

@@ -60,6 +60,7 @@ from saturate import notices
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _hf_trainer, _merge_proof
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+from saturate.techniques._interrupts import from_signal_handler
 from saturate.techniques._merged_batch import NotMergeable, merge, weights
 
 TECHNIQUE = Technique(
@@ -159,7 +160,7 @@ class Merger:
             members = self.batches[first:first + self.factor]
             self.place += 1
             if self.place - 1 == first:
-                self.whole = self._merged(original, members, rest, kwargs)
+                self.whole = self._tried(original, members, rest, kwargs)
             if self.whole is None:
                 return original(model, inputs, *rest, **kwargs)
             if self.place < first + len(members):
@@ -194,6 +195,14 @@ class Merger:
             elif self.undivided:
                 del trainer.compute_loss
 
+    def _tried(self, original: Any, members: list[Any], rest: Any, kwargs: Any) -> Any:
+        try:
+            return self._merged(original, members, rest, kwargs)
+        except Exception as error:  # whatever is wrong with us, the script's own micro-steps run
+            if from_signal_handler(error):
+                raise
+            return self._leave(f"{type(error).__name__}: {error}")
+
     def _merged(self, original: Any, members: list[Any], rest: Any, kwargs: Any) -> Any:
         """What a group runs as; None where each of its micro-steps runs by itself."""
         if len(members) < 2:
@@ -201,15 +210,16 @@ class Merger:
         trainer, torch = self.trainer, self.torch
         try:
             names = tuple(dict.fromkeys(("labels", *trainer.label_names)))
-            alike = len({weights(batch, names, torch) for batch in members}) == 1
             divides = not _hf_trainer.divided_by_items(trainer, rest[0] if rest else kwargs.get("num_items_in_batch"))
+            sums = not divides and self.undivided is False      # then nobody asks, which may take the device's time
+            alike = sums or len({weights(batch, names, torch) for batch in members}) == 1
             if (divides or self.undivided) and not alike:
                 raise NotMergeable("batches of several sizes, or with several numbers of labels that count, do not weigh the same")
             whole, padded = merge(members, _hf_trainer.paddings(trainer), _hf_trainer.pads_left(trainer), torch)
         except NotMergeable as reason:
             return self._as_it_is(str(reason))
         if not self.groups[padded] & (self.groups[padded] - 1):      # after none, 1, 2, 4, 8...
-            weighs = (1,) if divides or self.undivided is False else (len(members),) if self.undivided else (1, len(members))
+            weighs = (1,) if divides or sums else (len(members),) if self.undivided else (1, len(members))
             try:
                 times = _merge_proof.compare(
                     trainer, lambda batch, count: self._counting(count, original, trainer.model, batch, *rest, **kwargs),
