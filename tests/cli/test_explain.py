@@ -95,7 +95,7 @@ def test_everything_it_lists_is_explained(capsys):
 def test_a_finding_shows_its_documentation_and_what_tune_tries(capsys):
     out = call(capsys, "Launch_Bound")[1]
     assert out.startswith("launch-bound: many short operators\n")
-    assert "tune tries compile, fused-optimizer, zero-grad-none" in out
+    assert "tune tries compile, merged-micro-batches, fused-optimizer, zero-grad-none" in out
     assert "Many short operators: launching them takes longer than running them." in out
     assert all(f"\n{heading}\n" in out for heading in _api.HEADINGS)
     assert "no technique addresses it" in call(capsys, "stragglers")[1]

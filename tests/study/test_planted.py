@@ -14,7 +14,8 @@ from parties import WORKLOAD, tune
 
 from saturate.study.bench import timed_losses
 from saturate.study.candidates import Candidate
-from saturate.study.race_blocks import other_work
+from saturate.study.fates import of_end
+from saturate.study.race_blocks import begin_alike, believe, other_work
 from saturate.study.verification import UPDATES, Run, Verified, Verifier, _name, first_difference
 from saturate.trial import clocks
 from saturate.trial.outcome import Outcome
@@ -49,6 +50,26 @@ def test_parameters_that_break_or_stand_still_are_not_believed() -> None:
 
 def evaluating(*evaluated: int, steps: int = 10) -> Block:
     return Block([1000] * steps, {}, {}, steps, [1.0], evaluated=frozenset(evaluated))
+
+
+@pytest.mark.parametrize(("losses", "kind", "fate"), [
+    (([[0.5]], [[0.5], [0.25]]), "trains_otherwise", "rejected_numerics"),
+    (([], [[0.5]]), "trains_otherwise", "rejected_numerics"),
+    (([[0.5]], [[0.75]]), "diverged", "inconclusive"),
+])
+def test_a_script_that_draws_its_own_seed_may_diverge_by_chance(losses, kind: str, fate: str) -> None:
+    """An unseeded MAML became NaN in four of seven runs without any technique, and three techniques were "rejected" for it."""
+    broken = replace(block(), sample=[math.nan])
+    lives = [SimpleNamespace(trial=SimpleNamespace(losses=one)) for one in losses]
+    with pytest.raises(TrialEnded) as ended:
+        believe({"a": [block()] * 2, "b": [block(), broken]}, [], alike=begin_alike(*lives))
+    assert ended.value.outcome.kind == kind and "not finite" in ended.value.outcome.reason
+    assert of_end(ended.value, ())[0] == fate
+
+
+def test_a_script_that_draws_its_own_seed_is_held_to_all_else() -> None:
+    with pytest.raises(TrialEnded, match="trains_otherwise: backward ran 1.00 times"):
+        believe({"a": [block()] * 4, "b": [block(10)] * 4}, [], alike=False)
 
 
 def test_steps_that_claim_an_evaluation_more_often_are_not_believed() -> None:

@@ -50,7 +50,7 @@ class Process:
 
     def __init__(self, blocks, scatter, draw):
         self.left, self.scatter, self.draw, self.ended = blocks, scatter, draw, None
-        self.steps, self.unmade_batches, self.cpus, self.least = 0, None, [None], (0, 0)
+        self.steps, self.unmade_batches, self.cpus, self.least, self.losses = 0, None, [None], (0, 0), []
 
     def thaw(self): ...
 

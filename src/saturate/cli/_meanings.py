@@ -83,6 +83,8 @@ TRIAL_OUTCOMES = {
     "motif_differs": "With the technique, a step consists of other events than the baseline's, so the two cannot be compared. It is left out; "
                      "where the step was recognised wrongly, --step says what ends one.",
     "trains_otherwise": "In a timed run it did not train as the baseline does. It is left out.",
+    "diverged": "In a timed run its parameters became infinite or NaN, and those of the baseline did not. Each run of the script draws its own "
+                "seed, so that may be chance: give it a fixed one, or look whether it diverges by itself.",
     "over_limit": "It needs more memory than was asked for with --fit. It is left out; a larger limit would admit it.",
 }
 

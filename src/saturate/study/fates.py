@@ -12,7 +12,7 @@ from saturate.trial.process import TrialEnded
 
 #: Fates of candidates whose trial did not come to an end by itself; all others failed.
 FATES = {"not_applied": "not_applied", "not_active": "not_applied", "motif_differs": "rejected_numerics",
-         "trains_otherwise": "rejected_numerics", "too_short": "inconclusive", "not_in_time": "inconclusive"}
+         "trains_otherwise": "rejected_numerics", "too_short": "inconclusive", "not_in_time": "inconclusive", "diverged": "inconclusive"}
 
 #: Of a kept technique that the final set was not raced without.
 UNCHECKED = "whether the final set needs it was not checked"

@@ -28,6 +28,9 @@ SLACK = 0.02
 #: how much, and as many steps of the slower one take that many times as long.
 FAR = 3.0
 
+#: What is said of a process whose training has diverged while the other one's goes on.
+NOT_FINITE = "its parameters are not finite after a timed block"
+
 
 def run_block(live: Live, skip: int, steps: int, cpus: Sequence[int | None] = ()) -> Block:
     """One block, begun on these CPUs; frozen again afterwards."""
@@ -65,12 +68,22 @@ def means_ms(a: Block, b: Block) -> tuple[float, float]:
     return fmean(a.timed_ns) / 1e6, fmean(b.timed_ns) / 1e6
 
 
-def believe(blocks: dict[str, list[Block]], warm_ups: Sequence[Sequence[Window]], a: Set = (), b: Set = ()) -> None:
-    """Raise TrialEnded of B when B's time is that of other work. `warm_ups`: of the baseline. `a`, `b`: what either side trains with."""
+def begin_alike(first: Live, second: Live) -> bool:
+    """Whether two processes had the same loss in their first update, before any technique acts. Those of a script that draws its own
+    seed had not."""
+    ours, theirs = first.trial.losses[:1], second.trial.losses[:1]
+    return not ours or not theirs or ours == theirs
+
+
+def believe(blocks: dict[str, list[Block]], warm_ups: Sequence[Sequence[Window]], a: Set = (), b: Set = (), alike: bool = True) -> None:
+    """Raise TrialEnded of B when B's time is that of other work. `warm_ups`: of the baseline. `a`, `b`: what either side trains with.
+    `alike`: see `begin_alike`; else it may be chance that one of both diverges."""
     known = merged([window for one in warm_ups for window in one], merging(a))
     reason = other_work(blocks["a"], blocks["b"], known, merging(b) / merging(a))
     if reason is not None:
-        ended = TrialEnded(Outcome("trains_otherwise", reason))
+        chance = reason == NOT_FINITE and not alike
+        ended = TrialEnded(Outcome("diverged", f"{reason}; the script draws its own seed, so that may be chance") if chance
+                           else Outcome("trains_otherwise", reason))
         ended.side = "b"
         raise ended
 
@@ -94,7 +107,7 @@ def other_work(a: list[Block], b: list[Block], known: Sequence[Window] = (), few
     if found > expected + 0.15 + 1 / min(timed_a, timed_b) + SURE_OF_SHARES * error:
         return f"{found:.0%} of its steps held an evaluation while they were timed, in the other process {expected:.0%}; these are not counted"
     if not all(map(math.isfinite, b[-1].sample)) and all(map(math.isfinite, a[-1].sample)):
-        return "its parameters are not finite after a timed block"
+        return NOT_FINITE
     if all(block.moved for block in a) and 2 * sum(block.moved for block in b) <= len(b):
         return "its parameters did not move while it was timed"
     return None

@@ -23,6 +23,7 @@ from saturate.records.result import RaceRecord
 from saturate.study.bench import Bench, Live, on_side
 from saturate.study.candidates import Set, key
 from saturate.study.race_blocks import (
+    begin_alike,
     believe,
     block_size,
     falls_behind,
@@ -279,7 +280,7 @@ class Racer:
                         blocks[side].append(joined(parts))
                     turn += cut[0]
                     if b:
-                        believe(blocks, self.warm_ups, a, b)
+                        believe(blocks, self.warm_ups, a, b, begin_alike(first, second))
                     a_ms, b_ms = means_ms(blocks["a"][-1], blocks["b"][-1])
                     pair.keep(a_ms, b_ms)
                     if share_base:

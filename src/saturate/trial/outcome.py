@@ -63,6 +63,7 @@ KINDS = {
     "not_active": "a technique was set but did not take effect",
     "motif_differs": "its step consists of other events than the baseline's",
     "trains_otherwise": "in a timed run it did not train as the baseline does",
+    "diverged": "its parameters were not finite in a timed run, which may be chance",
     "over_limit": "it needs more memory than was asked for with --fit",
 }
 
