@@ -36,11 +36,12 @@ WORKLOADS = Path(__file__).resolve().parent / "workloads"
 
 @dataclass(frozen=True)
 class Contestant:
-    """A command with techniques. `id` and the two methods are what the engine asks a technique for."""
+    """A command with techniques. All but `bench` and `techniques` is what the engine asks a technique for."""
 
     id: str
     bench: Bench
     techniques: Set = ()
+    merges: int = 1
 
     def options_dict(self) -> dict[str, Any]:
         return {}
