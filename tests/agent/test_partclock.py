@@ -9,20 +9,6 @@ import pytest
 from saturate.agent.partclock import REST, PartClock
 
 
-class Ticks:
-    """A clock that is set by hand."""
-
-    now = 0
-
-    def __call__(self) -> int:
-        return self.now
-
-
-@pytest.fixture
-def ticks():
-    return Ticks()
-
-
 def test_inner_parts_are_taken_from_the_outer_one(ticks):
     clock = PartClock(ticks)
 

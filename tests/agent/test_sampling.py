@@ -13,20 +13,6 @@ torch = pytest.importorskip("torch")
 from saturate.agent.sampling import Sampler, Sampling  # noqa: E402
 
 
-class Ticks:
-    """A clock that is set by hand."""
-
-    now = 0
-
-    def __call__(self) -> int:
-        return self.now
-
-
-@pytest.fixture
-def ticks():
-    return Ticks()
-
-
 @pytest.fixture
 def watched(ticks):
     """A window whose clock runs, and a training whose forward pass takes 100 of its ticks and whose backward pass 200."""

@@ -151,7 +151,7 @@ def test_a_final_race_that_the_budget_ends_takes_nothing_back(alone, monkeypatch
     if alone:
         assert study.final is found and search.kept == kept and "the budget had ended" in study.notes[0]
     else:
-        assert search.kept == () and {fate.fate for fate in search.fates.values()} == {"inconclusive"} and "came to no end" in study.notes[0]
+        assert search.kept == () and {fate.fate for fate in search.fates.values()} == {"inconclusive"} and "was not confirmed" in study.notes[0]
 
 
 def test_a_report_is_there_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -301,7 +301,7 @@ def _workload(study: Study) -> dict[str, str]:
     if facts.modules:
         found["trained modules"] = ", ".join(f"{m.kind} ({m.parameters:,} parameters)" for m in facts.modules[:4])
     if facts.loaders:
-        found["loader workers"] = ", ".join(str(loader.num_workers) for loader in facts.loaders)
+        found["loader workers"] = ", ".join(dict.fromkeys(str(loader.num_workers) for loader in facts.loaders))
     if facts.autocast:
         found["autocast in the script"] = facts.autocast
     return found

@@ -383,16 +383,9 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
         racer.on_pair = None
     low, high = study.final.gain_ci or (0.0, 0.0)
     study.say(f"  {study.final.gain:+.1%} [{low:+.1%}, {high:+.1%}]")
-    usual_ms, instead = _usual_ms(study, before), False
-    if won is None and usual_ms and study.final.a_ms > OTHER_LOAD * usual_ms:
-        instead = found is not None and low > (found.gain_ci or (0.0, math.inf))[1]
-        study.notes.append(f"other programs kept the machine busy in the last race: a step took {words.ms(study.final.a_ms)} ms there before tuning, "
-                           f"{words.ms(usual_ms)} ms in the races before it"
-                           + ("; the gain is that of the race in which it was found" if instead else "; measure again when it is quiet"))
-        study.say(f"  {study.notes[-1]}")
-        if found is not None and instead:
-            study.final = found
-            low, high = found.gain_ci or (0.0, 0.0)
+    instead = _instead(study, before, study.final, found) if won is None else None
+    if instead is not None:
+        study.final = instead
     if study.final.decision.verdict in ("no_difference", "slower") and not study.search.base:
         _drop(study, kept, study.final.decision.verdict, "the final race did not confirm the gain", study.final)
         return
@@ -402,7 +395,7 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     if won is not None:
         pairs = words.count(len(won.pairs), "pair")
         study.notes.append(f"the budget had ended: the gain is that of the race in which it was found, {pairs} of processes")
-    elif not instead and len(study.final.pairs) < (promised := _promised_pairs(low)):
+    elif instead is None and len(study.final.pairs) < (promised := _promised_pairs(low)):
         pairs = words.count(len(study.final.pairs), "pair")
         study.notes.append(f"{pairs} of processes only: the budget ended before the final race had the {promised} that it should have")
     study.tuned = (study.store.answer(baseline.tuned_question(kept)) or {}) if won is not None else baseline.observe_tuned(study, racer.bench, kept)
@@ -410,12 +403,20 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     study.notes.extend(f"{identity}: {remark}" for identity, remark in remarks if remark)
 
 
-def _usual_ms(study: Study, before: Set) -> float | None:
-    """How long a step of what there was before took in the races of the search; None where there was none."""
+def _instead(study: Study, before: Set, final: Result, found: Result | None) -> Result | None:
+    """The race in which the set was `found`, where the last one ran beside something else and says more than that had allowed for; a
+    note says that it did."""
     assert study.search is not None
     labels = [c.label() for c in before]
     seen = [result.a_ms for result in study.search.results if result.record.a == labels and result.a_ms]
-    return median(seen) if seen else None
+    if not seen or final.a_ms <= OTHER_LOAD * median(seen):
+        return None
+    contradicted = found is not None and (final.gain_ci or (0.0,))[0] > (found.gain_ci or (0.0, math.inf))[1]
+    study.notes.append(f"other programs kept the machine busy in the last race: a step took {words.ms(final.a_ms)} ms there before tuning, "
+                       f"{words.ms(median(seen))} ms in the races before it; "
+                       + ("the gain is that of the race in which it was found" if contradicted else "measure again when it is quiet"))
+    study.say(f"  {study.notes[-1]}")
+    return found if contradicted else None
 
 
 def _not_confirmed(study: Study, before: Set, kept: Set, ended: TrialEnded) -> None:
@@ -429,7 +430,7 @@ def _not_confirmed(study: Study, before: Set, kept: Set, ended: TrialEnded) -> N
     else:
         fate, why = of_end(ended, before)
         study.deviated = why if fate == "rejected_numerics" else ""
-        how = {"rejected_numerics": "trained otherwise", "inconclusive": "came to no end"}.get(fate, "failed")
+        how = {"rejected_numerics": "trained otherwise", "inconclusive": "was not confirmed"}.get(fate, "failed")
         study.notes.append(f"the final set {how} in its last race: {reason}")
     study.say(f"  {study.notes[-1]}")
     _drop(study, kept, fate, reason)

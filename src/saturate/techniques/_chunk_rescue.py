@@ -16,7 +16,7 @@ from typing import Any
 from saturate.techniques import _common, _trees
 from saturate.techniques._chunk_modes import Autocast, Randomness, agrees, devices_of, glimpse
 from saturate.techniques._chunks import free, out_of_memory, without_frames
-from saturate.techniques._weakly import living
+from saturate.techniques._weakly import held_weakly
 
 #: How far outputs in chunks may be from those of the whole, relative to the largest entry; where numbers may be narrow.
 _APART, _APART_NARROW = 2e-4, 8e-2
@@ -64,7 +64,7 @@ class Rescue:
         self.arrived: list[Batch] = []          # in this backward
         groups = [group["params"] for optimizer in context.optimizers for group in optimizer.param_groups]
         leaves = {id(p): p for params in [*groups, *(m.parameters() for m in context.modules)] for p in params}
-        self.leaves = living(leaves.values())       # torch's backward holds us, and the script may drop its model
+        self.leaves = held_weakly(leaves.values())       # torch's backward holds us, and the script may drop its model
         self.original = torch.autograd.backward
 
     def install(self, context: Any) -> None:

@@ -20,7 +20,7 @@ def weakly(method: Any) -> Callable[..., Any]:
     return call
 
 
-def living(things: Iterable[Any]) -> Callable[[], list[Any]]:
+def held_weakly(things: Iterable[Any]) -> Callable[[], list[Any]]:
     """Asks which of some things are still there."""
     held = [weakref.ref(thing) for thing in things]
     return lambda: [thing for reference in held if (thing := reference()) is not None]

@@ -53,7 +53,7 @@ from saturate import notices
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _closures, _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
-from saturate.techniques._weakly import living
+from saturate.techniques._weakly import held_weakly
 
 TECHNIQUE = Technique(
     id="fp16-autocast",
@@ -147,8 +147,8 @@ class _Scaler:
     def __init__(self, context: Any, options: Options):
         self.torch = context.torch
         self.note = context.note
-        self.modules = living(context.modules)              # torch's backward holds us, and the script may drop its model
-        self.optimizers = living(context.optimizers)
+        self.modules = held_weakly(context.modules)              # torch's backward holds us, and the script may drop its model
+        self.optimizers = held_weakly(context.optimizers)
         self.scale = options.initial_scale
         self.growth_steps = options.growth_steps
         self.good_steps = 0
