@@ -382,6 +382,29 @@ def test_what_is_certain_joins_before_the_rest_is_raced_at_once() -> None:
     assert [[c.id for c in added] for added, _ in walk.stairs] == [["sure"], ["one", "two"]]
 
 
+@pytest.mark.parametrize(("slow_start", "named"), [(True, False), (True, True), (False, False)])
+def test_before_a_slow_start_that_nothing_names_what_others_have_shown_is_made_sure_of(slow_start: bool, named: bool) -> None:
+    """Seen: a compilation that gave nothing took 40 s of 150, and what had two or three turns' worth of promise had no second one."""
+    world = Noisy({"sure": (0.95, 0.0), "maybe": (0.95, 0.0), "slow": (0.99, 0.0)}, None, misread={"maybe": 0.03})
+    slow = technique("slow")
+    slow.TECHNIQUE = replace(slow.TECHNIQUE, slow_start=slow_start)
+    walk = search(world, likely("sure", "precision", 0.5), likely("maybe"), slow)
+    walk.findings = (Finding(id="x", title="", reason="", evidence=[], bound=1.01, confidence="high", techniques=["slow"]),) if named else ()
+    screen, left = walk._screen_one, iter([2.5, 1.5, 0.5])
+
+    def takes_long(*arguments: Any) -> bool:
+        found = screen(*arguments)
+        walk.turn_s, walk.deadline = 1000.0, time.monotonic() + 1000.0 * next(left)
+        return found
+
+    walk._screen_one = takes_long       # type: ignore[method-assign]
+    walk._screen(walk.eligible())
+    made_sure = slow_start and not named
+    assert [[c.id for c in added] for added, _ in walk.stairs] == ([["sure"], ["maybe"]] if made_sure else [])
+    assert ("add maybe to sure" in world.asked) == made_sure
+    assert not any("slow" in question for question in world.asked[:2]) or named
+
+
 def test_a_group_is_not_raced_while_there_is_time_for_each() -> None:
     world = Noisy({"one": (0.97, 0.0), "two": (0.96, 0.0)}, None)
     in_a_hurry(world, likely("one"), likely("two"), turns=3.0)
@@ -473,6 +496,68 @@ def test_what_joined_in_a_group_is_not_screened_with_its_other_variants() -> Non
     walk._screen_one = takes_long       # type: ignore[method-assign]
     walk._screen(walk.eligible())
     assert {c.label() for c in walk.kept} == {"many", "one"} and walk.fates["many"].fate == "kept"
+
+
+def screened_late(world: World, *modules: types.ModuleType, turns: float) -> Any:
+    """A search that has screened all, and has time for so many turns then."""
+    walk = search(world, *modules)
+    screen = walk._screen
+
+    def takes_long(eligible: Any) -> Any:
+        found = screen(eligible)
+        walk.turn_s, walk.deadline = 1000.0, time.monotonic() + 1000.0 * turns
+        return found
+
+    walk._screen = takes_long       # type: ignore[method-assign]
+    walk.run()
+    return walk
+
+
+@pytest.mark.parametrize(("turns", "together"), [(2.5, True), (3.5, False)])
+def test_where_the_time_does_not_do_for_each_what_is_certain_is_added_at_once(turns: float, together: bool) -> None:
+    """Two techniques were faster beyond doubt, one of them was kept, and the budget ended: 12 % slower than both."""
+    world = Noisy({"one": (0.95, 0.0), "two": (0.93, 0.0), "none": (1.0, 0.0)}, None)
+    walk = screened_late(world, technique("one"), technique("two"), technique("none"), turns=turns)
+    assert [[c.id for c in added] for added, _ in walk.stairs] == ([["two", "one"]] if together else [["two"], ["one"]])
+    assert {c.id for c in walk.kept} == {"one", "two"} and ("add two + one to baseline" in world.asked) == together
+    assert ("in the final set" in walk.fates["one"].reason) == together, "with time left, each has to earn its place; the last one added had its race"
+
+
+def test_of_what_is_added_at_once_only_one_has_a_resource() -> None:
+    world = Noisy({"one": (0.95, 0.0), "two": (0.93, 0.0), "rival": (0.94, 0.0)}, None)
+    walk = screened_late(world, technique("one"), technique("two", resource="it"), technique("rival", resource="it"), turns=1.5)
+    assert [c.id for c in walk.stairs[0][0]] == ["two", "one"] and walk.fates["rival"].fate == "not_applicable"
+
+
+@pytest.mark.parametrize("wrong", ["one", "two"])
+def test_where_what_is_added_at_once_does_not_verify_the_best_is_tried_alone(wrong: str) -> None:
+    world = Noisy({"one": (0.95, 0.0), "two": (0.93, 0.0)}, None, wrong=frozenset({wrong}))
+    walk = screened_late(world, technique("one"), technique("two"), turns=2.5)
+    other = {"one": "two", "two": "one"}[wrong]
+    assert [c.id for c in walk.kept] == [other]
+    assert (walk.fates[other].fate, walk.fates[wrong].fate) == ("kept", "rejected_numerics")
+
+
+def test_what_gives_less_together_than_the_best_alone_is_not_added_at_once() -> None:
+    world = Together({"small": (0.95, 0.0), "warm": (0.94, 0.0)}, None, factor=1.06)
+    walk = screened_late(world, SMALL, technique("warm"), turns=2.5)
+    assert "add warm + small to baseline" in world.asked and [c.id for c in walk.kept] == ["warm"]
+
+
+def test_behind_the_deadline_what_is_certain_is_added_at_once_if_two_last_pairs_end_in_time() -> None:
+    for left_s, kept in ((30.0, {"one", "two"}), (15.0, {"two"})):
+        world = Noisy({"one": (0.95, 0.0), "two": (0.93, 0.0)}, None)
+        walk = search(world, technique("one"), technique("two"))
+        screen = walk._screen
+
+        def late(eligible: Any, walk: Any = walk, screen: Any = screen, left_s: float = left_s) -> Any:
+            found = screen(eligible)
+            walk.turn_s, walk.deadline, walk.end = 20.0, time.monotonic() - 1.0, time.monotonic() + left_s
+            return found
+
+        walk._screen = late     # type: ignore[method-assign]
+        walk.run()
+        assert {c.id for c in walk.kept} == kept, "the best is certain, and is verified in any case"
 
 
 def test_every_technique_has_a_turn_before_any_has_a_second() -> None:

@@ -9,8 +9,8 @@ from saturate.records.analysis import Finding
 #: A technique that can remove no more of a step than this has its turn after those of which nobody can say anything.
 LITTLE = 0.05
 
-#: ... that is, it has this first part of its key.
-LAST = 4
+#: First parts of the key of a technique that nothing names: it takes minutes to find out; it can give but little.
+SLOW, LAST = 3, 4
 
 
 def promise(identity: str, bound: float | None, findings: Sequence[Finding], slow_start: bool = False) -> tuple[int, float]:
@@ -28,7 +28,7 @@ def promise(identity: str, bound: float | None, findings: Sequence[Finding], slo
     if bound is not None and bound <= LITTLE:
         return LAST, -bound
     if slow_start and not any(identity in finding.techniques for finding in findings):
-        return 3, 0.0
+        return SLOW, 0.0
     return (2, 0.0) if bound is None else (1, -bound)
 
 

@@ -5,7 +5,8 @@ measured and verified. What is large and beyond doubt joins while the others are
 top of it: a faster optimizer is not seen behind a loader that starves it. What is beyond doubt but not large joins before what
 changes where the work runs is screened. What the diagnosis promised and screening did not
 show is tried in a pair with what changes where it runs: smaller numbers may pay only with an allocator that keeps them in cache.
-Where time is left for one turn more, what speaks for itself without a race and what stayed undecided are raced at once (`_together`).
+Where time is left for one turn more, what speaks for itself without a race and what stayed undecided are raced at once (`_together`);
+where there is none to add what is beyond doubt one after the other, that is (`_add_at_once`).
 
 Under a memory limit that the baseline does not keep, everything stands on `base`, a set that keeps it (`study.fitting`); a trial
 that passes the limit is ended like any other that fails.
@@ -28,7 +29,7 @@ from saturate.records.facts import Facts
 from saturate.study import crowding, eligibility
 from saturate.study.candidates import Candidate, Set, conflict, key, names, ordered, without
 from saturate.study.fates import UNCHECKED, Fate, cut_short, how, in_words, leads, of_end
-from saturate.study.guidance import promise, promised_gain
+from saturate.study.guidance import SLOW, promise, promised_gain
 from saturate.study.racing import Racer, Result
 from saturate.study.verification import Verified, Verifier
 from saturate.trial.process import TrialEnded
@@ -117,10 +118,11 @@ class Search:
         """Raises CannotVerify."""
         promising = self._screen(self.eligible())
         self._pair_up()
+        self._add_at_once(promising)
         self.racer.drop_base()
         for candidate in promising:
             if candidate in self.kept:
-                continue        # in a pair
+                continue        # in a pair, or with others
             # The first that is clearly faster needs no more races, only its verification: it has its turn in any case.
             if time.monotonic() > self._last() and not self._certain(candidate):
                 break
@@ -190,10 +192,14 @@ class Search:
         """Add what is faster beyond doubt, the largest gain first; what still waits. What changes where the work runs depends on the
         work: screened before, it would be raced on top of the kept set once more, in time that a short budget has for one of the two."""
         expected = {candidate.id for candidate in self._disappointing()}        # to be tried in pairs
-        certain = [(others, best) for others, best in waiting
-                   if best is not None and best.id not in expected and self.screened[best.id].decision.verdict == "faster"]
-        added: set[str] = set()
-        for others, best in sorted(certain, key=lambda entry: -self.screened[entry[1].id].gain):
+        certain = sorted(((others, best) for others, best in waiting
+                          if best is not None and best.id not in expected and self.screened[best.id].decision.verdict == "faster"),
+                         key=lambda entry: -self.screened[entry[1].id].gain)
+        self._add_at_once([best for _, best in certain])
+        added = {best.id for _, best in certain if best in self.kept}
+        for others, best in certain:
+            if best.id in added:
+                continue
             if time.monotonic() > self.deadline:
                 break
             self._try_to_add(self._best_of(others, best) or best)
@@ -256,11 +262,16 @@ class Search:
         return self._certain(candidate) and (result.gain_ci or (0.0,))[0] >= LARGE
 
     def _short_of_time(self, first: Candidate, turns: int) -> bool:
-        """Whether one more turn begins in time, that of `first`, and neither a second one nor all that are left. An answer: a
-        resumed study, whose earlier turns take no time, groups what it grouped before."""
-        store, question = self.racer.bench.store, f"short of time before {first.id} | {key(self.kept)}"
+        """Whether one more turn begins in time, that of `first`, and neither a second one nor all that are left. A slow one that nothing
+        names counts twice: in that time what others have shown is made sure of."""
         left_s = self._last_turn() - time.monotonic()
-        if store.answer(question) is None and 0 < left_s < min(turns, 2) * self.turn_s:
+        needed = min(turns, 2) + (self._promise(first) == SLOW)
+        return self._as_before(f"short of time before {first.id} | {key(self.kept)}", 0 < left_s < needed * self.turn_s)
+
+    def _as_before(self, question: str, now: bool) -> bool:
+        """Once it was so, it stays so: a resumed study, whose earlier turns take no time, groups what it grouped before."""
+        store = self.racer.bench.store
+        if now and store.answer(question) is None:
             store.set_answer(question, True)
         return store.answer(question) is not None
 
@@ -273,15 +284,32 @@ class Search:
         for candidate in (*undecided, *filter(self._is_likely, left)):
             if candidate.numerics in SAFE and candidate.id not in self.verified and conflict((*self.kept, *group), candidate) is None:
                 group = (*group, candidate)
-        if len(group) < 2:
-            return
+        if len(group) >= 2:
+            self._race_group(group)
+        elif group and self.against.get(group[0].id, self.kept) != self.kept:       # else its own turn says as much
+            self._try_to_add(group[0])
+
+    def _add_at_once(self, candidates: list[Candidate]) -> None:
+        """Add what was faster beyond doubt, the best of `candidates` first, in one race and one verification, where the time does not do for
+        a turn and a verification of each. What fails blames nobody: then the best has its own."""
+        group: Set = ()
+        for candidate in candidates:
+            if self._certain(candidate) and candidate.id not in self.verified and conflict((*self.kept, *group), candidate) is None:
+                group = (*group, candidate)
+        now = time.monotonic()
+        short = self.deadline - now < (2 * len(group) - 1) * self.turn_s and now <= self._last()
+        if len(group) >= 2 and self._as_before(f"short of time for {names(group)} | {key(self.kept)}", short):
+            self._race_group(group, above=self.screened[group[0].id].gain)
+
+    def _race_group(self, group: Set, above: float = 0.0) -> None:
+        """Keep all of it, or nothing. `above`: what it must gain, besides being faster."""
         together = ordered((*self.kept, *group))
         result = self.race(f"add {names(group)} to {self._kept_names()}", self.kept, together, SCREEN, group, share_base=True, until=self._until())
         if result is None:
             return
         fate, reason = in_words(result)
         reason = f"{reason} for {names(group)} together"
-        if fate != "kept":
+        if fate != "kept" or result.gain <= above:
             self._of_group(group, reason)
         else:
             self._keep(group, together, result, reason)
@@ -294,9 +322,10 @@ class Search:
     def _is_likely(self, candidate: Candidate) -> bool:
         """Whether something lets hope for a gain before it was raced: a finding, or a bound that is no trifle. Not of what starts slowly,
         nor of what is only worth a trial under a limit."""
-        about = candidate.module.TECHNIQUE
-        place, _ = promise(candidate.id, candidate.module.bound(self.facts), self.findings, about.slow_start)
-        return place <= 1 and not about.slow_start and not self.saves_memory(candidate)
+        return self._promise(candidate) <= 1 and not candidate.module.TECHNIQUE.slow_start and not self.saves_memory(candidate)
+
+    def _promise(self, candidate: Candidate) -> int:
+        return promise(candidate.id, candidate.module.bound(self.facts), self.findings, candidate.module.TECHNIQUE.slow_start)[0]
 
     def _screen_one(self, candidate: Candidate, best: Candidate | None) -> bool:
         """Race one candidate against what is kept; whether it takes the place of `best`, an earlier variant of it."""
