@@ -9,7 +9,6 @@ the memory of the tree. While it is frozen nothing of the tree runs.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import secrets
@@ -35,13 +34,11 @@ from saturate.inference.techniques._api import Entry, Proof
 from saturate.inference.worker import Order
 from saturate.records import sizes
 from saturate.records.inference import ModelFacts
-from saturate.trial import launch, meter, tree
+from saturate.trial import meter, supervised, tree
 from saturate.trial.outcome import FAULTS, NO_ROOM, OUT_OF_MEMORY, classify
 
 #: Every process of a candidate has this variable, with a value of its own.
 _MARK = "SATURATE_WORKER"
-
-_PACKAGE = Path(__file__).resolve().parent.parent
 
 #: A call, a block of calls or all outputs: longer is a hang.
 REQUEST_S = 600.0
@@ -128,7 +125,6 @@ class Worker:
             with there:
                 self._supervisor = self._start(there, threads)
         except OSError as error:
-            (self.folder / "supervise.json").unlink(missing_ok=True)        # the user's environment is in it
             raise EnvironmentProblem("no process can be started for a candidate", cause=str(error),
                                      remedy="free some space in the working folder, and allow this user more "
                                             "processes and open files") from error
@@ -256,15 +252,8 @@ class Worker:
             "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1", "TORCHINDUCTOR_CACHE_DIR": str(self.source.folder.absolute() / "inductor"),
             SCRATCH: str((self.folder / "scratch").absolute()), _MARK: self._token})
-        order = self.folder / "supervise.json"
-        descriptor = os.open(order, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"argv": [sys.executable, "-c", code], "cwd": os.getcwd(), "environment": environment,
-                       "log": str(self.log), "import_root": str(_PACKAGE.parent)}, file)
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_PACKAGE / "trial" / "supervise.py"), str(order)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[there.fileno()],
-            start_new_session=True)
+        return supervised.start(self.folder, {
+            "argv": [sys.executable, "-c", code], "cwd": os.getcwd(), "environment": environment, "log": str(self.log)}, [there.fileno()])
 
     def _ask(self, request: str, *arguments: Any, limit_s: float | None = None, what: str = "a call",
              device: str = "cpu") -> Any:
@@ -344,39 +333,14 @@ class Worker:
         return self._killed
 
     def _stop(self, grace_s: float = 0.0) -> dict[str, object] | None:
-        """Wait `grace_s` for it to end by itself, then have the supervisor kill what is left. The supervisor's
-        report; None where it was killed."""
-        assert self._supervisor.stdin and self._supervisor.stdout
-        if self._supervisor.stdout.closed:
-            return self._report
-        try:
-            self._supervisor.wait(timeout=grace_s or 0.001)
-        except subprocess.TimeoutExpired:
-            pass
-        launch.end(self._supervisor)
-        try:
-            self._supervisor.wait(timeout=15.0)
-        except subprocess.TimeoutExpired:
-            tree.kill(self._supervisor.pid)
-            self._supervisor.kill()
-            self._supervisor.wait()
-        line = self._supervisor.stdout.readline()
-        if not line.endswith(b"\n"):                # it was killed: what it watched over is nobody's child now
-            tree.kill_marked(os.fsencode(f"{_MARK}={self._token}"))
-        self._supervisor.stdout.close()
-        self._report = json.loads(line) if line.endswith(b"\n") else None
-        (self.folder / "supervise.json").unlink(missing_ok=True)       # where it was killed before it read that
+        """See `supervised.end`."""
+        report = supervised.end(self._supervisor, self.folder, f"{_MARK}={self._token}", grace_s)
+        self._report = report or self._report
         return self._report
 
     def output(self, most: int = _TAIL) -> str:
-        """The end of what was printed, at most so many bytes; of a living process only the first half megabyte is there."""
-        try:
-            with open(self.log, "rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - most))
-                return file.read().decode("utf-8", "replace")
-        except FileNotFoundError:
-            return ""
+        """The end of what was printed, at most so many bytes."""
+        return supervised.printed(self.log, most)
 
 
 def _private(folder: Path) -> Path:
@@ -398,7 +362,7 @@ def clear_away(folder: Path) -> None:
         if not own.is_symlink():
             shutil.rmtree(own / "scratch", ignore_errors=True)
             with contextlib.suppress(OSError):
-                (own / "supervise.json").unlink()
+                (own / supervised.ORDER).unlink()
 
 
 def _techniques(candidate: Candidate) -> list[tuple[str, str, dict[str, Any]]]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -152,16 +150,6 @@ def carried(argv: list[str], environment: Mapping[str, str], techniques: list[Ch
     elif "PYTHONPATH" in again:
         again["PYTHONPATH"] = str(again["PYTHONPATH"]).split(os.pathsep)[0]      # ours; the user asked to be rid of the rest
     return [*argv[:position], *(f"{name}={value}" for name, value in again.items()), *argv[position:]]
-
-
-def end(supervisor: subprocess.Popen[bytes]) -> None:
-    """Tell it to kill its tree, now. The byte is for where a fork of this process holds the pipe open, too."""
-    pipe = supervisor.stdin
-    assert pipe is not None
-    if not pipe.closed:                 # it was told before
-        with contextlib.suppress(BrokenPipeError):      # it is gone already
-            os.write(pipe.fileno(), b".")
-        pipe.close()
 
 
 def is_python(word: str = "") -> bool:

@@ -9,14 +9,11 @@ import shutil
 import stat
 from pathlib import Path
 
-from saturate.trial import tree
+from saturate.trial import supervised, tree
 from saturate.trial.cage import INDEX, LAYERS, SHADOW, CagePlan
 
 #: In the run folder: that of the rehearsal of its cage.
 REHEARSAL = "rehearsal"
-
-#: In the run folder, until the supervisor has read it: what it starts, with the user's environment.
-SUPERVISE = "supervise.json"
 
 _SOCKET_PATH_BYTES = 107        # sun_path, less the final zero
 _SOCKET_NAME_BYTES = 36         # "/pymp-xxxxxxxx/listener-xxxxxxxx" and torch's "/torch-shm-dir-XXXXXX/manager.sock"
@@ -95,13 +92,13 @@ def discard(run_dir: Path, plan: CagePlan | None = None) -> None:
 
 def left_behind(run_dir: Path) -> bool:
     """Whether something lies there that no trial leaves which was ended by its controller."""
-    return any(path.exists() for path in (*(run_dir / name for name in (LAYERS, SHADOW, INDEX, SUPERVISE, REHEARSAL)), scratch_folder(run_dir.resolve())))
+    return any(path.exists() for path in (*(run_dir / name for name in (LAYERS, SHADOW, INDEX, supervised.ORDER, REHEARSAL)), scratch_folder(run_dir.resolve())))
 
 
 def clear_away(run_dir: Path) -> None:
     """End and `discard` a trial whose controller was killed."""
     tree.kill_marked(os.fsencode(f"SATURATE_PLAN={run_dir / 'plan.json'}"))     # its supervisor does so too
-    (run_dir / SUPERVISE).unlink(missing_ok=True)
+    (run_dir / supervised.ORDER).unlink(missing_ok=True)
     discard(run_dir)
 
 

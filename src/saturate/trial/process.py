@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +15,7 @@ from typing import Any
 
 from saturate.machine import redaction
 from saturate.records import sizes
-from saturate.trial import clocks, launch, meter, ports, refusals, standard_input, starting, tree, words
+from saturate.trial import clocks, launch, meter, ports, refusals, standard_input, starting, supervised, tree, words
 from saturate.trial.cage import CagePlan
 from saturate.trial.gate import (
     AgentFailed,
@@ -30,7 +27,6 @@ from saturate.trial.gate import (
     SeveralTrainings,
     StartedElsewhere,
 )
-from saturate.trial.layers import SUPERVISE
 from saturate.trial.outcome import ELSEWHERE, Outcome, apart, classify, late, stalled, unseen
 
 #: A workload that keeps printing (tokenising, downloading) is not hung, but it is not waited for longer than this many
@@ -161,20 +157,13 @@ class Trial:
         ), encoding="utf-8")
         hashing = launch.hashing(workload.environment, spec.capture)
         environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques, hashing)
-        supervisor = spec.folder / SUPERVISE
-        argv = launch.carried(workload.argv, environment, spec.techniques, {**hashing, **spec.environment})
         stdin, offset = standard_input.source()
         try:
-            descriptor = os.open(supervisor, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                json.dump({"argv": argv, "cwd": str(workload.cwd), "environment": environment, "log": str(self.log),
-                           "stdin": stdin, "stdin_offset": offset, "cage": spec.cage, "import_root": str(launch.PACKAGE.parent)}, file)
-            self.supervisor = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(launch.PACKAGE / "trial" / "supervise.py"), str(supervisor)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-            )
-        except BaseException:           # a full disk, no process more, Ctrl-C
-            supervisor.unlink(missing_ok=True)      # the user's environment is in it
+            self.supervisor = supervised.start(spec.folder, {
+                "argv": launch.carried(workload.argv, environment, spec.techniques, {**hashing, **spec.environment}),
+                "cwd": str(workload.cwd), "environment": environment, "log": str(self.log),
+                "stdin": stdin, "stdin_offset": offset, "cage": spec.cage})
+        except BaseException:
             self.server.close()
             raise
         self.server.supervisor = self.supervisor.pid
@@ -390,43 +379,16 @@ class Trial:
         return TrialEnded(self.ended, self.log)
 
     def _shut(self, grace_s: float = 0.0) -> dict[str, object] | None:
-        """Wait `grace_s` for the workload to end by itself, then have the supervisor kill what is left.
-
-        Returns the supervisor's report; None when there is none, because it was killed.
-        """
-        assert self.supervisor.stdin and self.supervisor.stdout
-        if self.supervisor.stdout.closed:
-            return None
-        try:
-            self.supervisor.wait(timeout=grace_s or 0.001)
-        except subprocess.TimeoutExpired:
-            pass
+        """See `supervised.end`."""
         self.thaw()
-        launch.end(self.supervisor)
-        try:
-            self.supervisor.wait(timeout=15.0)
-        except subprocess.TimeoutExpired:
-            tree.kill(self.supervisor.pid)
-            self.supervisor.kill()
-            self.supervisor.wait()
-        line = self.supervisor.stdout.readline()
-        if not line.endswith(b"\n"):            # the supervisor was killed: what it watched over is nobody's child now
-            tree.kill_marked(os.fsencode(f"SATURATE_PLAN={self.spec.folder / 'plan.json'}"))
+        report = supervised.end(self.supervisor, self.spec.folder, f"SATURATE_PLAN={self.spec.folder / 'plan.json'}", grace_s)
         self.server.close()
-        (self.spec.folder / SUPERVISE).unlink(missing_ok=True)      # where it was killed before it read that
         redaction.hide_secrets_in(self.log, self.workload.environment)      # it stays in the study's folder
-        self.supervisor.stdout.close()
-        return json.loads(line) if line.endswith(b"\n") else None
+        return report
 
     def output(self, limit: int = 64 * 1024) -> str:
         """The end of what the workload printed."""
-        try:
-            with open(self.log, "rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - limit))
-                return file.read().decode("utf-8", "replace")
-        except FileNotFoundError:
-            return ""
+        return supervised.printed(self.log, limit)
 
     def __enter__(self) -> Trial:
         return self

@@ -1,6 +1,6 @@
 """The supervisor of one trial: a small process of its own that outlives nothing and lets nothing outlive it.
 
-    python -I -S supervise.py SPEC.json     (started by `trial.process`; the file is deleted once it is read)
+    python -I -S supervise.py SPEC.json     (started by `supervised`; the file is deleted once it is read)
 
 It adopts every orphan of the trial (child subreaper), so daemons stay in the tree. Its standard input is a pipe from the
 controller: end of file means that the controller is gone, by whatever signal, and the whole tree is killed. So does a byte: a
