@@ -1,0 +1,213 @@
+"""Passes over a DataLoader that was given workers, as they are without: the same order, the same draws, and nothing more alive than it must be.
+
+`loader-workers` decides who gets workers; here is what follows from that in torch's own iterators.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from saturate.data.glance import glance
+from saturate.techniques._drawn_ahead import DrawnAhead
+from saturate.techniques._given import Given
+from saturate.techniques._refused_in_workers import Passes, end, refusing_models, trained_by
+
+
+def keep(context: Any, ours: Callable[[Any], bool], given: Given, lost: Callable[[Any], str], say: Callable[[str], None]) -> None:
+    """`ours`: whether a loader's workers persist because of the technique. `given`: the datasets whose loaders have workers because of
+    it. `lost`: why a loader that is about to start its workers cannot keep them, or "". `say`: tell the user, once."""
+    over: weakref.WeakSet[Any] = weakref.WeakSet()         # iterators that have said that there are no more batches
+    _keep_order(context, ours)
+    _begin_late(context, given, over, say)
+    _keep_passes(context, ours, given, over, lost)
+    _let_copy(context, ours)
+
+
+def _keep_order(context: Any, ours: Callable[[Any], bool]) -> None:
+    """Draw the per-epoch random number that persistent workers skip, so that samplers shuffle as without workers."""
+    torch = context.torch
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    original = iterator._reset
+
+    @functools.wraps(original)
+    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        if not first_iter and ours(loader):
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        original(self, loader, first_iter)
+
+    context.set_attribute(iterator, "_reset", reset)
+
+
+class _Begun:
+    """A sampler whose iterator is there: one that draws where it is asked for it must not be asked twice."""
+
+    def __init__(self, iterator: Any):
+        self._iterator = iterator
+
+    def __iter__(self) -> Any:
+        return self._iterator
+
+
+def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None]) -> None:
+    """Ask the sampler for indices at the first `next`, as without workers: what it draws then must not come before what the script
+    draws, or another loader's sampler, between the beginning of a pass and its first batch."""
+    iterator = context.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    reset, next_data = iterator._reset, iterator._next_data
+    waiting: weakref.WeakSet[Any] = weakref.WeakSet()      # iterators whose workers have nothing to do before the first `next`
+    orders: weakref.WeakKeyDictionary[Any, DrawnAhead] = weakref.WeakKeyDictionary()
+    passes = Passes(context.torch)
+
+    def begin(started: Any) -> None:
+        waiting.discard(started)
+        for _ in range(0 if started._shutdown else started._prefetch_factor * started._num_workers):
+            started._try_put_index()
+
+    @functools.wraps(reset)
+    def late_reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        over.discard(self)
+        if loader not in given:
+            return reset(self, loader, first_iter)
+        ahead, self._prefetch_factor = self._prefetch_factor, 0
+        indices = self._index_sampler
+        if first_iter:      # torch has asked it once by now, and without workers it asks no second time
+            self._index_sampler = _Begun(self._sampler_iter)
+        try:
+            reset(self, loader, first_iter)
+        finally:
+            self._prefetch_factor, self._index_sampler = ahead, indices
+        orders.pop(self, None)
+        sampler = loader._index_sampler
+        order = DrawnAhead(self._sampler_iter, sampler, functools.partial(say, _out_of_order(type(getattr(sampler, "sampler", sampler)).__name__)))
+        if order.draws:
+            self._sampler_iter = orders[self] = order
+        passes.began(self, loader)
+        waiting.add(self)
+
+    @functools.wraps(next_data)
+    def late_next(self: Any) -> Any:
+        if self in waiting:
+            begin(self)
+        if self in orders:
+            orders[self].reached()
+        try:
+            with passes.waits(self):
+                batch = next_data(self)
+        except StopIteration:
+            over.add(self)
+            raise
+        except Exception as error:      # a dataset may have made another one of it
+            reason, failure = passes.must_go_on_here(self, error), error
+            if not reason:
+                raise
+        else:
+            passes.came(self)
+            return batch
+        if self in orders:
+            orders.pop(self).settle()
+        say(reason)
+        return passes.go_on_here(self, failure)
+
+    def undo() -> None:
+        for started in list(waiting):
+            begin(started)
+        for order in list(orders.values()):
+            order.settle()
+
+    context.on_undo(undo)
+    context.set_attribute(iterator, "_reset", late_reset)
+    context.set_attribute(iterator, "_next_data", late_next)
+
+
+def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: Any, lost: Callable[[Any], str]) -> None:
+    """What workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one that is not over,
+    as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. A file that was opened since the loader
+    was built would be shared by all of them, and a generator that was made since copied. A dataset that reads a loader of its own takes
+    it along into a worker, which can have none. And a loader that is kept but never passed over again, as those of evaluations are by
+    some frameworks, would keep its workers: those of one that was passed over once end when another one begins."""
+    kind = context.torch.utils.data.DataLoader
+    original = kind.__iter__
+    seen: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()     # by loader, as its workers began
+    once: weakref.WeakSet[Any] = weakref.WeakSet()      # loaders that were passed over once
+
+    @functools.wraps(original)
+    def iterate(self: Any) -> Any:
+        if self._iterator is None and self.num_workers and lost(self):
+            vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None, _DataLoader__multiprocessing_context=None)
+        if self in given and self._iterator is not None and not all(worker.is_alive() for worker in self._iterator._workers):
+            end(self._iterator)         # the kernel has ended one between two passes
+            self._iterator = None
+        if not ours(self):
+            return begin(self, original)
+        if _busy(self, over):
+            return begin(self, type(self)._get_iterator)
+        now = _held(self), trained_by(context.built_optimizers())
+        if self not in seen:
+            for other in [other for other in once if other._iterator is not None and not _busy(other, over)]:
+                _end_workers(other)
+            once.add(self)
+        else:
+            once.discard(self)
+            if self._iterator is not None and seen[self] != now:
+                _end_workers(self)
+        seen[self] = now
+        return begin(self, original)
+
+    def begin(loader: Any, make: Callable[[Any], Any]) -> Any:
+        if loader.num_workers and loader in given and (loader._iterator is None or make is not original):     # workers are forked
+            with refusing_models(context.torch, trained_by(context.built_optimizers())):
+                return make(loader)
+        return make(loader)
+
+    context.set_attribute(kind, "__iter__", iterate)
+
+
+def _let_copy(context: Any, ours: Callable[[Any], bool]) -> None:
+    """A loader is copied and pickled without the iterator that persistent workers leave on it, which cannot be. The copy has a dataset of
+    its own, by which nobody knows it: without persistent workers it draws what the script alone would."""
+    kind = context.torch.utils.data.DataLoader
+    plain = kind.__getstate__
+
+    @functools.wraps(plain)
+    def state(self: Any) -> Any:
+        found = plain(self)
+        return {**found, "_iterator": None, "persistent_workers": False} if isinstance(found, dict) and ours(self) else found
+
+    context.set_attribute(kind, "__getstate__", state)
+
+
+def _held(loader: Any) -> Any:
+    """A glance at what its workers hold a copy of."""
+    try:
+        return glance(loader.dataset, loader.collate_fn, loader.worker_init_fn)
+    except Exception:  # noqa: BLE001 - an object that raises when it is looked at: its workers are started anew each time
+        return object()
+
+
+def _end_workers(loader: Any) -> None:
+    loader._iterator._shutdown_workers()
+    loader._iterator = None
+
+
+def _busy(loader: Any, over: Any) -> bool:
+    """Whether the script is in the middle of a pass over the loader: one that has had its last batch has still to be told that there
+    are no more. One that it broke off, it has let go."""
+    references = _references(loader)        # before there is one more here
+    iterator = loader._iterator
+    return iterator is not None and iterator not in over and references > _ALONE
+
+
+def _references(loader: Any) -> int:
+    return sys.getrefcount(loader._iterator)
+
+
+_ALONE = _references(types.SimpleNamespace(_iterator=types.SimpleNamespace()))      # what Python itself adds
+
+
+def _out_of_order(sampler: str) -> str:
+    return (f"{sampler} draws random numbers between two batches, and the training draws from the same generator: asked for batches "
+            "ahead, it gives others than without workers")
