@@ -7,8 +7,10 @@ prove that chunks give the same. Before a batch is cut, and now and then from th
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from saturate import notices
@@ -50,6 +52,36 @@ class Policy(Protocol):
         """A batch begins; what is returned is called when its backward has succeeded."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The script's call of a module: its forward `inner`, and the arguments."""
+
+    inner: Any
+    module: Any
+    args: Any
+    kwargs: Any
+
+    def run(self) -> Any:
+        """As the script wrote it."""
+        return self.inner(self.module, *self.args, **self.kwargs)
+
+    def taken_apart(self, torch: Any) -> Parts:
+        skeleton, inputs = _trees.taken_apart((self.args, self.kwargs), torch)
+        return Parts(self, skeleton, inputs, _structure(self.module, skeleton, inputs),
+                     _trees.numel((*self.args, *self.kwargs.values()), torch.Tensor))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Such a call, taken apart. `key`: the structure of the arguments, which a plan is for; `size`: entries of all tensors."""
+
+    asked: Asked
+    skeleton: Any
+    inputs: list[Any]
+    key: Any
+    size: int
+
+
 class Guard:
     """One per trained module."""
 
@@ -78,32 +110,29 @@ class Guard:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.off or torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return inner(module, *args, **kwargs)
+            asked = Asked(inner, module, args, kwargs)
             if not all(held.get(name) is p for held, name, p in self.parameters):
-                return self._with_others(inner, module, args, kwargs)
+                return self._with_others(asked)
             inputs = _trees.tensors((*args, *kwargs.values()), tensor)
             if self.policy.runs_whole(tuple(one.shape for one in inputs)):
-                return self._as_written(inner, module, inputs, args, kwargs)
-            return self._forward(inner, module, args, kwargs, _trees.numel((*args, *kwargs.values()), tensor))
+                return self._as_written(asked, inputs)
+            return self._forward(asked)
 
         return forward
 
     # -- what a batch runs as --------------------------------------------------------------------------------------
 
-    def _with_others(self, inner: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    def _with_others(self, asked: Asked) -> Any:
         """With other parameters than the module's own, as `torch.func.functional_call` lends it: they are gone in the backward."""
         if not self.told:
             self.told = True
             self.say("runs as the script wrote it wherever it is called with other parameters than its own")
-        return inner(module, *args, **kwargs)
+        return asked.run()
 
-    def _as_written(self, inner: Any, module: Any, inputs: list[Any], args: Any, kwargs: Any) -> Any:
+    def _as_written(self, asked: Asked, inputs: list[Any]) -> Any:
         """The script's own forward and backward, made up for where memory runs out in either."""
-        def again(failure: Exception) -> Any:
-            size = _trees.numel((*args, *kwargs.values()), self.torch.Tensor)
-            return self._after_failure(inner, module, args, kwargs, size, failure)
-
         try:
-            output = inner(module, *args, **kwargs)
+            output = asked.run()
         except Exception as error:
             if not out_of_memory(error, self.torch):
                 raise
@@ -111,40 +140,39 @@ class Guard:
         else:
             if self.rescue is None:
                 return output
-            return self.rescue.follow(output, Batch(self.rescue, module, inputs, again, self.say))
-        return again(failure)
+            again = functools.partial(self._after_failure, asked)
+            return self.rescue.follow(output, Batch(self.rescue, asked.module, inputs, again, self.say))
+        return self._after_failure(asked, failure)
 
-    def _forward(self, inner: Any, module: Any, args: Any, kwargs: Any, size: int) -> Any:
+    def _forward(self, asked: Asked) -> Any:
         try:
-            skeleton, inputs = _trees.taken_apart((args, kwargs), self.torch)
-            key = _structure(module, skeleton, inputs)
-            plan = self.plans.get(key)
-            chunks = self.policy.chunks(size, plan.samples(inputs)) if plan is not None else 1
-            watch = Watch(module, (args, kwargs), inputs, self.torch) if key not in self.plans else None
+            batch = asked.taken_apart(self.torch)
+            plan = self.plans.get(batch.key)
+            chunks = self.policy.chunks(batch.size, plan.samples(batch.inputs)) if plan is not None else 1
+            watch = Watch(asked.module, (asked.args, asked.kwargs), batch.inputs, self.torch) if batch.key not in self.plans else None
         except Exception as error:  # whatever is wrong with us, the script's own forward runs
             if from_signal_handler(error):
                 raise
             self._give_up(_in_words(error))
-            return inner(module, *args, **kwargs)
+            return asked.run()
         if watch is not None:
-            return self._first_look(inner, module, skeleton, inputs, args, kwargs, key, watch)
-        if plan is None or not self._exact(inner, module, skeleton, inputs, plan, key, chunks):
-            return inner(module, *args, **kwargs)
-        return self._run(inner, module, args, kwargs, skeleton, inputs, plan, key, size, chunks)
+            return self._first_look(batch, watch)
+        if plan is None or not self._exact(batch, plan, chunks):
+            return asked.run()
+        return self._run(batch, plan, chunks)
 
-    def _run(self, inner: Any, module: Any, args: Any, kwargs: Any, skeleton: Any, inputs: list[Any], plan: Plan, key: Any, size: int,
-             chunks: int) -> Any:
+    def _run(self, batch: Parts, plan: Plan, chunks: int) -> Any:
         """In as many chunks as it takes."""
-        torch = self.torch
-        self.cut[key] += chunks > 1
-        samples = plan.samples(inputs)
-        state = Randomness(torch, devices_of(module))
+        torch, asked = self.torch, batch.asked
+        self.cut[batch.key] += chunks > 1
+        samples = plan.samples(batch.inputs)
+        state = Randomness(torch, devices_of(asked.module))
         while True:
             try:
-                listener = Listener(
-                    lambda failed, now, why: self._smaller(inner, module, skeleton, inputs, plan, key, size, -(-samples // now), why),
-                    self._done(key, samples, chunks, self.policy.began(size, chunks, _trees.shapes(inputs, torch.Tensor))), self._twice)
-                return Call(torch, module, inner, skeleton, plan, samples, chunks, listener).run(inputs)
+                began = self.policy.began(batch.size, chunks, _trees.shapes(batch.inputs, torch.Tensor))
+                listener = Listener(lambda failed, now, why: self._smaller(batch, plan, -(-samples // now), why),
+                                    self._done(batch.key, samples, chunks, began), self._twice)
+                return Call(torch, asked.module, asked.inner, batch.skeleton, plan, samples, chunks, listener).run(batch.inputs)
             except Exception as error:
                 fits_not = out_of_memory(error, torch)
                 if (fits_not and chunks >= samples) or from_signal_handler(error):
@@ -154,48 +182,47 @@ class Guard:
             state.restore()
             if not fits_not:            # the script's own error is raised again by its own forward
                 self._give_up(why)
-                return inner(module, *args, **kwargs)
+                return asked.run()
             free(torch)
             chunks = min(samples, 2 * chunks)
-            self._smaller(inner, module, skeleton, inputs, plan, key, size, chunks, failure)
+            self._smaller(batch, plan, chunks, failure)
 
-    def _after_failure(self, inner: Any, module: Any, args: Any, kwargs: Any, size: int, failure: Exception) -> Any:
-        """Memory ran out in a forward that the script ran whole."""
+    def _after_failure(self, asked: Asked, failure: Exception) -> Any:
+        """Memory ran out in a forward that the script ran whole, or in its backward: the outputs once more, in chunks."""
         free(self.torch)
-        skeleton, inputs = _trees.taken_apart((args, kwargs), self.torch)
-        key = _structure(module, skeleton, inputs)
-        if key not in self.plans:
-            self._examine(inner, module, skeleton, inputs, key)
-        plan = self.plans[key]
-        if plan is None or not _agree_on_two(plan, inputs) or not self._exact(inner, module, skeleton, inputs, plan, key, 2):
+        batch = asked.taken_apart(self.torch)
+        if batch.key not in self.plans:
+            self._examine(batch)
+        plan = self.plans[batch.key]
+        if plan is None or not _agree_on_two(plan, batch.inputs) or not self._exact(batch, plan, 2):
             raise failure
-        self.policy.smaller(size, 2, str(failure))
-        return self._run(inner, module, args, kwargs, skeleton, inputs, plan, key, size, 2)
+        self.policy.smaller(batch.size, 2, str(failure))
+        return self._run(batch, plan, 2)
 
     # -- whether it can be cut -------------------------------------------------------------------------------------
 
-    def _first_look(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], args: Any, kwargs: Any, key: Any,
-                    watch: Watch) -> Any:
+    def _first_look(self, batch: Parts, watch: Watch) -> Any:
         """The script's own forward, watched; then the proof."""
-        output = self._as_written(inner, module, inputs, args, kwargs)
-        if key in self.plans:
+        output = self._as_written(batch.asked, batch.inputs)
+        if batch.key in self.plans:
             return output               # memory ran out, and it was examined for that
         try:
-            problem = census(module, self.torch) or watch.problem()
+            problem = census(batch.asked.module, self.torch) or watch.problem()
             self.looks -= 1
             if problem and self.looks > 0:
                 return output
             if problem:
-                self._refuse(key, problem)
+                self._refuse(batch.key, problem)
             else:
-                self._examine(inner, module, skeleton, inputs, key)
+                self._examine(batch)
         except Exception as error:
             if from_signal_handler(error):
                 raise
             self._give_up(_in_words(error))
         return output
 
-    def _examine(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], key: Any) -> None:
+    def _examine(self, batch: Parts) -> None:
+        key, module = batch.key, batch.asked.module
         if len(self.plans) >= MOST_STRUCTURES:
             self.plans[key] = None
             return self._give_up(f"its arguments have more than {MOST_STRUCTURES} structures")
@@ -203,22 +230,23 @@ class Guard:
         if problem:
             return self._refuse(key, problem)
         try:
-            self.plans[key] = prove(module, inner, skeleton, inputs, self.torch)
+            self.plans[key] = prove(module, batch.asked.inner, batch.skeleton, batch.inputs, self.torch)
         except NotSplittable as reason:
             self._refuse(key, str(reason))
         free(self.torch)
 
-    def _exact(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], plan: Plan, key: Any, chunks: int) -> bool:
+    def _exact(self, batch: Parts, plan: Plan, chunks: int) -> bool:
         """Whether so many chunks of this batch give what it gives whole. Looked at for each number of chunks, and after 1, 2,
         4, 8... batches that were cut: one batch may agree by chance. What has not run whole is compared as far as batches have."""
+        key, asked = batch.key, batch.asked
         cut = self.cut[key]
         if chunks < 2 or ((key, chunks) in self.compared and (cut & (cut - 1) or cut < 1)):
             return True
-        samples = plan.samples(inputs)
+        samples = plan.samples(batch.inputs)
         known = max(self.ran.get(key, 0), min(SAMPLES[0], samples))
         most = samples if self.policy.whole_runs else min(samples, known)
         try:
-            seen = compare(module, inner, skeleton, inputs, plan, most, chunks, self.torch)
+            seen = compare(asked.module, asked.inner, batch.skeleton, batch.inputs, plan, most, chunks, self.torch)
         except NotSplittable as reason:
             self._refuse(key, f"{reason}" + (f"; {cut} batch(es) ran in chunks before that showed" if cut else ""))
             return False
@@ -229,12 +257,11 @@ class Guard:
         self.compared.add((key, chunks))
         return True
 
-    def _smaller(self, inner: Any, module: Any, skeleton: Any, inputs: list[Any], plan: Plan, key: Any, size: int,
-                 chunks: int, failure: Exception) -> None:
+    def _smaller(self, batch: Parts, plan: Plan, chunks: int, failure: Exception) -> None:
         """A batch did not fit on the way. Raises the failure where chunks are not exact."""
-        if not self._exact(inner, module, skeleton, inputs, plan, key, chunks):
+        if not self._exact(batch, plan, chunks):
             raise failure
-        self.policy.smaller(size, chunks, str(failure))
+        self.policy.smaller(batch.size, chunks, str(failure))
 
     def _done(self, key: Any, samples: int, chunks: int, then: Callable[[], None]) -> Callable[[], None]:
         def done() -> None:
