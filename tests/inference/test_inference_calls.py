@@ -79,7 +79,7 @@ def test_a_wrapped_forward_keeps_its_keywords(tmp_path: Path) -> None:
     places = batches.by_place(batches.signature_of(batches.call_of(model)), (), {"x": made.inputs[0][0]})
     assert len(places) == 1 and model(*places).shape == (2, 2)
     assert torch.equal(copy.deepcopy(model)(*places), model(*places))
-    assert _wrap.tensors(torch, model(made.inputs[0][0], scale=1.0))[0].shape == (2, 2)
+    assert batches.tensors(torch, model(made.inputs[0][0], scale=1.0))[0].shape == (2, 2)
 
 
 @pytest.mark.parametrize("kept", [frozenset(), frozenset({"inner"})])

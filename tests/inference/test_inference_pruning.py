@@ -16,12 +16,12 @@ from prunable import CASES, Net, images  # noqa: E402 - after the check for torc
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+from saturate.inference.batches import tensors  # noqa: E402
 from saturate.inference.pruning import attention, channels, propagation, shrink, surgery  # noqa: E402
 from saturate.inference.pruning.groups import Group, groups  # noqa: E402
 from saturate.inference.pruning.labels import Atoms  # noqa: E402
 from saturate.inference.pruning.propagation import Labels  # noqa: E402
 from saturate.inference.pruning.tracing import plain_attention, record  # noqa: E402
-from saturate.inference.pruning.values import tensors  # noqa: E402
 from saturate.inference.techniques._api import NotApplied  # noqa: E402
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from saturate.inference.techniques import _wrap
+from saturate.inference import batches
 
 #: Batches are taken until they hold so many samples; more would sharpen the scores, not the order.
 SAMPLES = 16
@@ -162,7 +162,7 @@ def _outputs(torch: Any, model: Any, batch: tuple[Any, ...], watch: Any = None) 
         watch.names.clear()
         with watch:
             result = model(*given)
-    return [leaf for leaf in _wrap.tensors(torch, result) if leaf.is_floating_point()]
+    return [leaf for leaf in batches.tensors(torch, result) if leaf.is_floating_point()]
 
 
 def _powers(exact: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:

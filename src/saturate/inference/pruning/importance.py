@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
+from saturate.inference.batches import tensors
 from saturate.inference.pruning import attention
 from saturate.inference.pruning.groups import Group, Slot
 from saturate.inference.pruning.tracing import Leaf
-from saturate.inference.pruning.values import samples, tensors
+from saturate.inference.pruning.values import samples
 
 #: Backward passes: until so many samples were seen, but not fewer nor more passes than these.
 SAMPLES, LEAST, MOST = 256, 4, 32

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from saturate.inference.batches import tensors
 from saturate.inference.pruning import importance
 from saturate.inference.pruning.groups import Group, Slot, groups
 from saturate.inference.pruning.labels import TooLarge
@@ -24,7 +25,7 @@ from saturate.inference.pruning.surgery import (
     without_nested_tensors,
 )
 from saturate.inference.pruning.tracing import Leaf, leaves_of, plain_attention, record
-from saturate.inference.pruning.values import first_samples, samples, seeded, tensors
+from saturate.inference.pruning.values import first_samples, samples, seeded
 from saturate.techniques._api import NotApplied
 
 #: What a forward raises where shapes do not fit.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from saturate.inference.pruning.values import tensors
+from saturate.inference.batches import tensors
 
 #: Questions about tensors that are not answered from their values.
 _METADATA = frozenset({"_fused_sdp_choice", "is_same_size", "size", "stride", "sym_size", "sym_stride", "sym_numel",

@@ -8,12 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from saturate.inference.batches import tensors
 from saturate.techniques import _trees
-
-
-def tensors(torch: Any, value: Any) -> list[Any]:
-    """All tensors inside `value`, in order. Anything that is no known container holds none."""
-    return _trees.taken_apart(value, torch)[1]
 
 
 def moved(torch: Any, value: Any, device: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from saturate.inference import batches
 from saturate.inference.techniques import _wrap
 from saturate.inference.techniques._api import Context
 
@@ -26,7 +27,7 @@ def count(context: Context, words: tuple[str, ...], holds: Callable[[Any], bool]
             output = function(*args, **(kwargs or {}))
             name = str(function).partition(".")[2]
             if any(word in name for word in words):
-                found[0] += any(holds(tensor) for tensor in _wrap.tensors(torch, output))
+                found[0] += any(holds(tensor) for tensor in batches.tensors(torch, output))
                 found[1] += 1
             return output
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from saturate.inference.batches import tensors
 from saturate.inference.pruning.shrink import Shrunk, shrink
-from saturate.inference.pruning.values import moved, samples, seeded, tensors
+from saturate.inference.pruning.values import moved, samples, seeded
 from saturate.inference.techniques import _wrap
 from saturate.inference.techniques._api import Context, NotApplied
 

@@ -53,8 +53,3 @@ def answer(context: Context, inputs: tuple[Any, ...]) -> Any:
 def mapped(torch: Any, value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of nested tuples, lists, mappings and dataclasses with `change(tensor)` in place of every tensor."""
     return _trees.copied(value, lambda _, leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
-
-
-def tensors(torch: Any, value: Any) -> list[Any]:
-    """Every tensor that `mapped` would change."""
-    return _trees.taken_apart(value, torch)[1]
