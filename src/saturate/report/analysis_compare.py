@@ -333,7 +333,7 @@ def header(record: Comparison) -> Markup:
         "header",
         brand,
         tag("h1", title(record, "\u00d7")),
-        tag("p", f"{lede[:1].upper()}{lede[1:]}.", class_="lede"),
+        tag("p", f"{words.capital(lede)}.", class_="lede"),
         facts(pairs),
         class_="verdict",
         id="verdict",

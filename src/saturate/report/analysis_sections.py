@@ -37,7 +37,7 @@ def verdict(analysis: Analysis) -> Markup:
     """The band at the top: the verdict, the number it rests on, and what frames it."""
     brand = tag("p", tag("b", "saturate"), _of_what(analysis), class_="brand")
     because = say.because(analysis)
-    body = [tag("h1", say.title(analysis)), tag("p", f"{because[:1].upper()}{because[1:]}.", class_="lede")]
+    body = [tag("h1", say.title(analysis)), tag("p", f"{words.capital(because)}.", class_="lede")]
     body.append(facts(_frame(analysis)))
     return tag("header", brand, *body, class_="verdict", id="verdict")
 
@@ -212,7 +212,7 @@ def _findings(analysis: Analysis) -> Markup:
     )
     if not analysis.findings:
         why = say.no_findings(analysis)
-        return section("findings", "Findings", f"{why[:1].upper()}{why[1:]}.")
+        return section("findings", "Findings", f"{words.capital(why)}.")
     return section(
         "findings", "Findings", lede, tag("ol", *(_card(finding) for finding in analysis.findings), class_="cards")
     )

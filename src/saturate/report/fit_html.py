@@ -10,6 +10,7 @@ from saturate.report import analysis_html, svg, words
 from saturate.report import fit as say
 from saturate.report.markup import Markup, table, tag
 from saturate.report.page import Drawn, embedded, fitted
+from saturate.report.sections import facts, section
 from saturate.report.trim import LADDER, Limits, within, without_values
 
 OUTCOMES = {
@@ -39,25 +40,22 @@ def _page(shown: Fit, data: Markup, cuts: list[str]) -> str:
 
 
 def _header(found: Fit) -> Markup:
-    facts = [("Script's own batch", f"{found.script_batch:,}" if found.script_batch else "unknown"),
-             ("Largest that fits", f"{found.largest_fitting:,}" if found.largest_fitting else "none"),
-             *([("Measured, not proved", f"{found.measured_batch:,}")] if found.measured_batch else []),
-             ("Knee", f"{found.knee:,}" if found.knee else "not measured"), ("Processes", str(found.trial_count)),
-             ("Time", f"{found.seconds:.0f} s")]
+    pairs: list[tuple[str, object]] = [
+        ("Script's own batch", f"{found.script_batch:,}" if found.script_batch else "unknown"),
+        ("Largest that fits", f"{found.largest_fitting:,}" if found.largest_fitting else "none"),
+        *([("Measured, not proved", f"{found.measured_batch:,}")] if found.measured_batch else []),
+        ("Knee", f"{found.knee:,}" if found.knee else "not measured"), ("Processes", str(found.trial_count)),
+        ("Time", f"{found.seconds:.0f} s")]
     lede = found.reason or (say.peak_words(found) if found.micro_batch is not None else "")
     return tag(
         "header",
         tag("p", tag("b", "saturate"), " fit: ", tag("code", words.one_line(" ".join(found.command))), class_="brand"),
-        tag("h1", _capital(say.title(found))),
+        tag("h1", words.capital(say.title(found))),
         tag("p", lede, class_="lede"),
-        tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts), class_="facts"),
-        tag("ul", *(tag("li", _capital(text) + ".") for text in found.advice), class_="notes") if found.advice else "",
+        facts(pairs),
+        tag("ul", *(tag("li", words.capital(text) + ".") for text in found.advice), class_="notes") if found.advice else "",
         class_="win" if found.verdict == "fits" else None,
     )
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _memory(found: Fit) -> Markup | None:
@@ -80,12 +78,11 @@ def _memory(found: Fit) -> Markup | None:
         kinds.append(["each sample of the batch", show(found.sample_bytes)])
     if found.fixed_bytes is not None:
         kinds.append(["what does not grow with the batch, all of the above but samples included", show(found.fixed_bytes)])
-    return tag(
-        "section", tag("h2", "Memory"),
-        tag("p", f"The peak of each size; the dashed line is the limit of {show(found.limit_bytes)}. Counted is {found.counted}."),
+    return section(
+        "memory", "Memory",
+        f"The peak of each size; the dashed line is the limit of {show(found.limit_bytes)}. Counted is {found.counted}.",
         tag("ul", *rows, class_="rows short"),
         table(["Held between steps", "Bytes"], [list(row) for row in kinds], label="Memory by kind", numeric=(1,)) if kinds else "",
-        id="memory",
     )
 
 
@@ -99,9 +96,8 @@ def _throughput(found: Fit) -> Markup | None:
                 tag("span", f"{say.rate(one.samples_per_s)} per second", class_="value"))
             for one in found.throughput]
     how = found.throughput_note or "Rounds of one short block of each size, in one process; the whisker is the 95 % interval over rounds"
-    told = " ".join(f"{_capital(text)}." for text in (how, say.knee_words(found)) if text)      # one size alone has no knee
-    return tag("section", tag("h2", "Throughput"), tag("p", told),
-               tag("ul", *rows, class_="rows short"), id="throughput")
+    told = " ".join(f"{words.capital(text)}." for text in (how, say.knee_words(found)) if text)      # one size alone has no knee
+    return section("throughput", "Throughput", told, tag("ul", *rows, class_="rows short"))
 
 
 def _sizes(found: Fit) -> Markup | None:
@@ -111,8 +107,8 @@ def _sizes(found: Fit) -> Markup | None:
         [f"{one.micro_batch:,}" if one.micro_batch is not None else "as it is", OUTCOMES[one.outcome] + (f": {one.reason}" if one.reason else ""),
          show(one.peak_bytes) if one.peak_bytes else "unknown", str(one.steps), str(one.trial), f"{one.seconds:.1f} s"]
         for one in found.trials]
-    return tag("section", tag("h2", "Sizes that ran"), tag("p", "In the order in which they ran."),
-               table(["Batch", "Outcome", "Peak", "Steps", "Process", "Time"], rows, label="Sizes", numeric=(2, 3, 4, 5)), id="sizes")
+    return section("sizes", "Sizes that ran", "In the order in which they ran.",
+                   table(["Batch", "Outcome", "Peak", "Steps", "Process", "Time"], rows, label="Sizes", numeric=(2, 3, 4, 5)))
 
 
 def _method(found: Fit, cuts: list[str]) -> Markup:
@@ -123,8 +119,8 @@ def _method(found: Fit, cuts: list[str]) -> Markup:
     lines += [f"Left out of this page for its size: {cut}" for cut in cuts]
     if found.margin_bytes:
         lines.insert(0, f"An answer's peak stays below the limit by {show(found.margin_bytes)} or more")
-    return tag("section", tag("h2", "Method"),
-               tag("p", "A few sizes are measured in one process, the largest that should fit is predicted from the line through them, and "
-                        "exactly that size is proved in a fresh process, from its first step on."),
-               tag("ul", *(tag("li", _capital(line) + ".") for line in lines)),
-               tag("h3", "Next"), tag("pre", words.typed(found.next_command)), id="method")
+    return section(
+        "method", "Method",
+        "A few sizes are measured in one process, the largest that should fit is predicted from the line through them, and "
+        "exactly that size is proved in a fresh process, from its first step on.",
+        tag("ul", *(tag("li", words.capital(line) + ".") for line in lines)), tag("h3", "Next"), tag("pre", words.typed(found.next_command)))

@@ -12,6 +12,7 @@ from saturate.report import inference_charts as charts
 from saturate.report import inference_words as say
 from saturate.report.markup import Markup, join, table, tag
 from saturate.report.page import Drawn, embedded, fitted
+from saturate.report.sections import facts, section
 from saturate.report.trim import Limits, within
 
 #: Fields whose keys are data.
@@ -76,7 +77,7 @@ def _header(record: OptimizeRecord) -> Markup:
         if best is not None and say.lossless_words(record) and best.speedup_over_lossless is not None
         else []
     )
-    facts = [
+    pairs: list[tuple[str, object]] = [
         *over,
         ("Device", record.device),
         ("Objective", record.objective),
@@ -99,9 +100,9 @@ def _header(record: OptimizeRecord) -> Markup:
         "header",
         brand,
         tag("h1", say.title(record, TIMES, interval=False)),
-        tag("p", _capital(lede), class_="lede"),
+        tag("p", words.capital(lede), class_="lede"),
         _change(record) or "",
-        tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts), class_="facts"),
+        facts(pairs),
         notes,
         class_="win" if say.won(record) else None,
     )
@@ -172,24 +173,13 @@ def _change(record: OptimizeRecord) -> Markup | None:
 def _picture(record: OptimizeRecord) -> Markup | None:
     drawn = charts.pareto(record)
     if drawn is not None:
-        return tag(
-            "section",
-            tag("h2", "Latency and accuracy"),
-            tag("p", "Up and left is better. What loses more than the picture shows sits at its lower edge."),
-            charts.key(),
-            drawn,
-            id="pareto",
-        )
+        return section(
+            "pareto", "Latency and accuracy", "Up and left is better. What loses more than the picture shows sits at its lower edge.",
+            charts.key(), drawn)
     drawn = charts.bars(record)
     if drawn is None:
         return None
-    return tag(
-        "section",
-        tag("h2", "Latency"),
-        tag("p", "The fastest candidates; nothing was scored. Whiskers are intervals."),
-        drawn,
-        id="pareto",
-    )
+    return section("pareto", "Latency", "The fastest candidates; nothing was scored. Whiskers are intervals.", drawn)
 
 
 def _throughput(record: OptimizeRecord) -> Markup | None:
@@ -204,17 +194,15 @@ def _throughput(record: OptimizeRecord) -> Markup | None:
         else "There was no race of the two best settings."
     )
     within = " and stays within the limits" if record.limits else ""
-    return tag(
-        "section",
-        tag("h2", "Throughput"),
-        tag("p", f"The batch doubles while that pays{within}, then processes that share the threads are added. {raced}"),
+    return section(
+        "throughput", "Throughput",
+        f"The batch doubles while that pays{within}, then processes that share the threads are added. {raced}",
         table(
             ["Of", "Batch", "Processes", "Samples per second", ""],
             tables.throughput_rows(record),
             label="Throughput by batch size and processes",
             numeric=(1, 2, 3),
         ),
-        id="throughput",
     )
 
 
@@ -222,14 +210,9 @@ def _decisions(record: OptimizeRecord) -> Markup | None:
     if not record.candidates:
         return None
     rows = [_decision(index, one, record.relative) for index, one in enumerate(record.candidates, 1)]
-    return tag(
-        "section",
-        tag("h2", "Candidates"),
-        tag(
-            "p",
-            "Everything that was considered, and what became of it. Latency in milliseconds per call; speed-up over "
-            "the model as it is.",
-        ),
+    return section(
+        "decisions", "Candidates",
+        "Everything that was considered, and what became of it. Latency in milliseconds per call; speed-up over the model as it is.",
         table(
             ["Candidate", "Fate", "p50 / p90 / p99", "Speed-up", "Drop", "Memory", "Stored"],
             rows,
@@ -238,7 +221,6 @@ def _decisions(record: OptimizeRecord) -> Markup | None:
             short=(1,),
             class_="stacked many decisions small",
         ),
-        id="decisions",
     )
 
 
@@ -246,7 +228,7 @@ def _decision(index: int, one: CandidateRecord, relative: bool) -> list[object]:
     times = one.latency_ms
     latency = " / ".join(words.ms(value) for value in (times.p50, times.p90, times.p99)) if times else ""
     prepared = _prepared(one)
-    done = "".join(f" {_capital(said.rstrip('.'))}." for said in one.done if said)
+    done = "".join(f" {words.capital(said.rstrip('.'))}." for said in one.done if said)
     layers = (
         f" {words.count(len(one.kept_layers), 'layer')} kept in the original precision." if one.kept_layers else ""
     )
@@ -254,7 +236,7 @@ def _decision(index: int, one: CandidateRecord, relative: bool) -> list[object]:
         join(
             [
                 tag("b", f"{index}. {one.id}"),
-                tag("span", f"{_capital(say.reason(one).rstrip('.'))}.{layers}{done}{prepared}", class_="sub"),
+                tag("span", f"{words.capital(say.reason(one).rstrip('.'))}.{layers}{done}{prepared}", class_="sub"),
             ]
         ),
         tag("span", svg.sign(_SIGNS[one.fate]), say.FATES[one.fate], class_="fate"),
@@ -309,12 +291,8 @@ def _lost(record: OptimizeRecord) -> Markup | None:
         )
     if not rows:
         return None
-    return tag(
-        "section",
-        tag("h2", "Why the others lost"),
-        table(["Fate", "What it means", "The fastest of them"], rows, label="Fates", short=(0,)),
-        id="lost",
-    )
+    return section("lost", "Why the others lost", None,
+                   table(["Fate", "What it means", "The fastest of them"], rows, label="Fates", short=(0,)))
 
 
 def _reproduce(record: OptimizeRecord, serve: str, code: str) -> Markup:
@@ -340,7 +318,7 @@ def _reproduce(record: OptimizeRecord, serve: str, code: str) -> Markup:
             ),
         ]
     parts.append(tag("li", tag("p", "Next:"), tag("pre", say.next_command(record))))
-    return tag("section", tag("h2", "Reproduce"), tag("ul", *parts, class_="steps"), id="reproduce")
+    return section("reproduce", "Reproduce", None, tag("ul", *parts, class_="steps"))
 
 
 def _method(record: OptimizeRecord, cuts: list[str]) -> Markup:
@@ -355,10 +333,4 @@ def _method(record: OptimizeRecord, cuts: list[str]) -> Markup:
     ]
     if record.best is None:
         del lines[1]
-    return tag(
-        "section", tag("h2", "Method"), tag("ul", *(tag("li", line.rstrip(".") + ".") for line in lines)), id="method"
-    )
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return section("method", "Method", None, tag("ul", *(tag("li", line.rstrip(".") + ".") for line in lines)))

@@ -104,7 +104,7 @@ def _lede(record: StudyRecord, answer: words.Headline) -> Markup:
 
 
 def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}. " if text else ""
+    return f"{words.capital(text)}. " if text else ""
 
 
 def _change(record: StudyRecord, won: bool) -> Markup | None:
@@ -301,7 +301,7 @@ def techniques(record: StudyRecord) -> Markup:
         body.append(
             tag(
                 "details",
-                tag("summary", counts[:1].upper() + counts[1:]),
+                tag("summary", words.capital(counts)),
                 table(["Technique", "Fate", "Reason", "Numerics"], lines, label="Not tried", short=[1, 3]),
             )
         )

@@ -36,6 +36,11 @@ def one_line(text: str) -> str:
     return " ".join(clean(text).split())
 
 
+def capital(text: str) -> str:
+    """The text with a capital first; what follows stays as it is, as in names."""
+    return text[:1].upper() + text[1:]
+
+
 def ms(value: float | None) -> str:
     """Milliseconds to four significant digits or so, without the unit."""
     if value is None:
