@@ -96,7 +96,8 @@ def test_an_interrupted_study_is_resumed_by_the_same_command_only(tmp_path):
         while not list(tmp_path.glob(".saturate/*/t001/output.log")):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        stdout, _ = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=30)
+    assert "nothing is kept so far; the same command goes on from here" in stderr
     run = json.loads(stdout)["run"]
     assert folder.tune("--only", "gc-freeze", "--timeout", "1s").result.run != run
     other = folder.tune(*OPTIONS, "--timeout", "1s", prefix=("env", "WIDTH=7"))

@@ -53,7 +53,9 @@ def execute(arguments: argparse.Namespace) -> int:
         if record is None:
             return False
         show(record.result)
-        tell(f"best so far: {record.result.recipe}; the same command goes on from here\n")
+        kept = any(technique.fate == "kept" for technique in record.result.techniques)
+        best = f"best so far: {record.result.recipe}" if kept else "nothing is kept so far"
+        tell(f"{best}; the same command goes on from here\n")
         return True
 
     with answered(show_nothing, so_far):
