@@ -168,6 +168,19 @@ def test_a_first_step_is_waited_for_no_longer_than_the_budget(prints: bool, benc
     assert study.needs_budget == "3m" and "no training step" in study.refusal
 
 
+def test_what_waits_for_a_process_that_failed_is_told_its_exception(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An A3C whose workers had all raised waited for their results, and was told to take a longer budget."""
+    source = ("import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', 'raise TypeError(chr(97))'])\n"
+              "while True:\n    time.sleep(0.05)\n")
+    (bench.workload.cwd / "train.py").write_text(source, encoding="utf-8")
+    monkeypatch.setattr(benches, "LEAST_PATIENCE_S", 1.0)
+    bench.budget_s = 1.5
+    with pytest.raises(TrialEnded) as ended:
+        bench.live("baseline", ())
+    assert ended.value.outcome.kind == "not_in_time"
+    assert ended.value.outcome.reason.endswith("gives its start; the last exception in its output: TypeError: a")
+
+
 def test_who_has_trained_once_is_waited_for_as_long_as_it_shows_life(bench: Bench) -> None:
     asked: list[float] = []
     plain = Trial.wait_ready

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,12 @@ def late(patience_s: float, in_study: bool) -> Outcome:
     return Outcome("not_in_time", f"no training step was seen in the {patience_s:.0f} s that the budget gives its start",
                    "give it a longer --budget, or a configuration that starts sooner; a loop that uses "
                    "torch.func, torch.autograd.grad or torch.distributed.autograd alone, without loss.backward(), is not followed")
+
+
+def with_exception(outcome: Outcome, log: str) -> Outcome:
+    """Of a workload that was waited for in vain and had not trained: one of its processes may have ended, while another waits for it."""
+    raised = _raised(log)
+    return outcome if raised is None else replace(outcome, reason=f"{outcome.reason}; the last exception in its output: {raised}")
 
 
 def apart(timeout_s: float, standing: list[int], missing: list[int]) -> Outcome:

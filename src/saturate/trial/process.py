@@ -27,7 +27,7 @@ from saturate.trial.gate import (
     SeveralTrainings,
     StartedElsewhere,
 )
-from saturate.trial.outcome import ELSEWHERE, Outcome, apart, classify, late, stalled, unseen
+from saturate.trial.outcome import ELSEWHERE, Outcome, apart, classify, late, stalled, unseen, with_exception
 
 #: A workload that keeps printing (tokenising, downloading) is not hung, but it is not waited for longer than this many
 #: times the silence that would be a hang.
@@ -251,7 +251,7 @@ class Trial:
                 in_study = self.spec.until < math.inf       # else it is the first of all, whose ranks stand apart for a reason of their own
                 if time.monotonic() < until or (isinstance(silence, RanksApart) and not in_study):
                     raise
-                raise self.end(late(until - began, in_study)) from None
+                raise self.end(self._untrained(late(until - began, in_study))) from None
 
         gates = self._guarded(wait, min(longest_silence, until - began))
         self.gates = gates
@@ -281,8 +281,8 @@ class Trial:
             raise self.end(apart(silence_s or self.workload.timeout_s, ranks.standing, ranks.missing)) from None
         except GateTimeout:
             trained = self.server.hello() is not None or self._recorded()[0] > 0
-            raise self.end(stalled(silence_s or self.workload.timeout_s, trained, self._printed()[0] > 0,
-                                   launch.defeated_by(self.workload.argv))) from None
+            raise self.end(self._untrained(stalled(silence_s or self.workload.timeout_s, trained, self._printed()[0] > 0,
+                                                   launch.defeated_by(self.workload.argv)))) from None
         except AgentFailed as error:
             raise self.end(Outcome("agent_failed", str(error))) from None
         except NoStep as error:
@@ -293,6 +293,12 @@ class Trial:
             raise self.end(ELSEWHERE) from None
         except GateClosed:
             raise self._collect() from None
+
+    def _untrained(self, outcome: Outcome) -> Outcome:
+        """With what its output tells, as long as no process of it has come to a gate."""
+        if self.server.hello() is not None:
+            return outcome
+        return with_exception(outcome, redaction.without_secrets(self.output(), self.workload.environment))
 
     def _printed(self) -> tuple[int, int]:
         return _grown(self.log)
