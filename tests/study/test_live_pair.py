@@ -179,6 +179,7 @@ def test_what_waits_for_a_process_that_failed_is_told_its_exception(bench: Bench
         bench.live("baseline", ())
     assert ended.value.outcome.kind == "not_in_time"
     assert ended.value.outcome.reason.endswith("gives its start; the last exception in its output: TypeError: a")
+    assert ended.value.outcome.remedy.startswith("see whether it waits for a process that failed so; otherwise give it")
 
 
 def test_who_has_trained_once_is_waited_for_as_long_as_it_shows_life(bench: Bench) -> None:

@@ -228,7 +228,10 @@ def late(patience_s: float, in_study: bool) -> Outcome:
 def with_exception(outcome: Outcome, log: str) -> Outcome:
     """Of a workload that was waited for in vain and had not trained: one of its processes may have ended, while another waits for it."""
     raised = _raised(log)
-    return outcome if raised is None else replace(outcome, reason=f"{outcome.reason}; the last exception in its output: {raised}")
+    if raised is None:
+        return outcome
+    return replace(outcome, reason=f"{outcome.reason}; the last exception in its output: {raised}",
+                   remedy=f"see whether it waits for a process that failed so; otherwise {outcome.remedy}")
 
 
 def apart(timeout_s: float, standing: list[int], missing: list[int]) -> Outcome:
