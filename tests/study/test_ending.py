@@ -30,6 +30,12 @@ def test_what_fails_on_the_commands_side_stays_the_commands() -> None:
     assert raised.value.exit_code == 4 and raised.value.cause == "crashed: ValueError: heads"
 
 
+def test_what_fails_later_than_the_first_process_came_says_when() -> None:
+    """A script that failed at the end of its first epoch, behind all steps of the first process, was told to be run several times."""
+    error = ending.failed_again(TrialEnded(Outcome("crashed", "AttributeError: TPU"), steps=118))
+    assert error.message == "the command failed when it was run again, after 118 training steps" and error.remedy.endswith("for more steps than that")
+
+
 def test_an_agent_that_never_woke_up_is_no_failure_of_the_command() -> None:
     assert isinstance(ending.failed_again(TrialEnded(Outcome("no_agent", "`python -I` ignores PYTHONPATH"))), InjectionDefeated)
 

@@ -18,6 +18,7 @@ from saturate.errors import (
     WorkloadFailed,
 )
 from saturate.records.result import StudyRecord
+from saturate.report import words
 from saturate.trial import starting
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
@@ -53,7 +54,10 @@ def failure(outcome: Outcome, problem: str, otherwise: str, evidence: str = "") 
 
 def failed_again(ended: TrialEnded) -> SaturateError:
     """What to raise where the command ran before, and now ended so. Its log is the evidence: the verbs show its end."""
-    return failure(ended.outcome, "the command failed when it was run again", "run it several times without saturate", str(ended.log or ""))
+    problem, remedy = "the command failed when it was run again", "run it several times without saturate"
+    if ended.steps:         # the first process may never have come so far
+        problem, remedy = f"{problem}, after {words.count(ended.steps, 'training step')}", f"{remedy}, for more steps than that"
+    return failure(ended.outcome, problem, remedy, str(ended.log or ""))
 
 
 @contextmanager

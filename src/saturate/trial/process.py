@@ -42,12 +42,13 @@ GRACE_S = 20.0
 
 class TrialEnded(Exception):
     """The workload is over, or was ended; `outcome` says how. `side` is set by a race: "a" or "b". `log` is the file with what it
-    printed; None where there was no process."""
+    printed; None where there was no process. `steps`: how many training steps it had come to where it ended by itself, as far as is known."""
 
-    def __init__(self, outcome: Outcome, log: Path | None = None):
+    def __init__(self, outcome: Outcome, log: Path | None = None, steps: int = 0):
         super().__init__(f"{outcome.kind}: {outcome.reason}")
         self.outcome = outcome
         self.log = log
+        self.steps = steps
         self.side = ""
 
 
@@ -382,7 +383,7 @@ class Trial:
             self.ended = refusals.by_isolation(self.ended, CagePlan.from_json(self.spec.cage), said) or self.ended
         if self.ended.kind in ("crashed", "exited") and (not self.ended.remedy or self.ended.reason.startswith("EOFError")):
             self.ended = dataclasses.replace(self.ended, remedy=standard_input.withheld() or self.ended.remedy)
-        return TrialEnded(self.ended, self.log)
+        return TrialEnded(self.ended, self.log, steps)
 
     def _shut(self, grace_s: float = 0.0) -> dict[str, object] | None:
         """See `supervised.end`."""
