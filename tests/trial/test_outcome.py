@@ -225,6 +225,21 @@ def test_a_kernel_that_needs_too_much_shared_memory_is_not_a_batch_that_is_too_l
     assert (ended.kind, ended.reason) == ("crashed", said)
 
 
+@pytest.mark.parametrize("log, steps, kind, names", [
+    (f"INFO - 8 images\nERROR - {_RAISED}ValueError: 16 channels in 32 groups\n\n", 0, "never_trained", "ValueError: 16 channels in 32 groups"),
+    (f"{_RAISED}RuntimeError: Error(s) in loading:\n\tMissing key(s)\n", 3, "too_short", "RuntimeError: Error(s) in loading:"),
+    (f"{_RAISED}torch._dynamo.exc.Unsupported: a mask\nadvice\n", 3, "too_short", "torch._dynamo.exc.Unsupported: a mask"),
+    (f"{_RAISED}ValueError: no display\nepoch 1\ndone\n", 3, "too_short", ""),
+    ("epoch 1\n", 0, "never_trained", ""),
+])
+def test_an_exception_that_a_script_logs_and_ends_normally_after(log, steps, kind, names) -> None:
+    """The DDPM that logs whatever ends its training and returns 0: nothing is wrong with how it calls PyTorch, or with its path."""
+    ended = outcome.classify({"ended": "exit", "code": 0}, log, steps, steps > 0, None)
+    assert ended.kind == kind
+    assert ("exit code 0" in ended.remedy) is bool(names) and ended.reason.endswith(names)
+    assert ("printed is an exception" in ended.reason) is bool(names)
+
+
 #: As torch words it, in what the agent tells of its own failure.
 _CUDA_ERROR = _RAISED + """torch.AcceleratorError: CUDA error: {0}
 Search for `{1}' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information.

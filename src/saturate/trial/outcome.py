@@ -112,6 +112,10 @@ _ASKED_TERMINAL = re.compile(r"Inappropriate ioctl for device|^_curses\.error", 
 _NO_TERMINAL = ("trials write to a file and have no terminal: let the command do without one (shutil.get_terminal_size() in place of "
                 "os.get_terminal_size(), say)")
 
+#: Of a command that logs the exception which ended it, and gives an exit code as if nothing had happened.
+_PRINTED = "and the last that it printed is an exception: {}"
+_CAUGHT_REMEDY = "see what raised it: the command catches it and ends with exit code 0, as if all were well"
+
 #: What a command that puts its training into the background is told.
 _IN_THE_FOREGROUND = "run the training in the foreground, such that the command lasts as long as it (`setsid` forks: `setsid --wait`)"
 
@@ -161,7 +165,7 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
     if code == 97 and "CageRefused" in log:
         return Outcome("cage_refused", _last_line(log))
     if code == 0:
-        return _ended_well(steps, greeted, injectable, last, int(str(report.get("left", 0))))
+        return _ended_well(steps, greeted, injectable, last, int(str(report.get("left", 0))), _caught(log))
     if code is None and not raised:
         return _went_on(steps) if greeted else Outcome("hung", "it stopped training without ending", "see what it does after its last step")
     told = decisive(log)
@@ -287,14 +291,18 @@ def unseen(events: str, wrong_step: str, replayed: bool) -> Outcome:
     return REPLAYED if replayed else no_step(f"backward passes run, but no step repeats (the latest events: {events})", wrong_step)
 
 
-def _ended_well(steps: int, greeted: bool, injectable: str | None, last: LastWords | None, left: int) -> Outcome:
+def _ended_well(steps: int, greeted: bool, injectable: str | None, last: LastWords | None, left: int, caught: str) -> Outcome:
     if last is not None and not last.recognised and last.steps >= A_FEW_STEPS:
         return no_step(f"the script trained to its end, but no step was recognised (the latest events: {last.events})", last.wrong_step)
     steps = max(steps, last.steps if last is not None else 0)
     if greeted or steps:
+        if caught:
+            return Outcome("too_short", f"the script ended after {steps} training steps, {_PRINTED.format(caught)}", _CAUGHT_REMEDY)
         return Outcome("too_short", f"the script ended after {steps} training steps", f"give it more steps or epochs: {_why_more(steps)}")
     if injectable:
         return _ignores_us(injectable)
+    if caught:
+        return Outcome("never_trained", f"it ended without a backward pass or an optimizer's step, {_PRINTED.format(caught)}", _CAUGHT_REMEDY)
     if left:
         processes = "a process" if left == 1 else f"{left} processes"
         return Outcome("never_trained", f"it does not train, as far as can be seen: it ended and left {processes} running, with no backward pass "
@@ -394,6 +402,17 @@ def _compilers_reason(said: str, below: str) -> str:
     frames = _FRAME.findall(code["frames"]) if code else []
     place = f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""
     return (f"{'' if opens else ':'} {text}" if text else "") + place
+
+
+def _caught(log: str) -> str:
+    """The exception that the output of a command ends with, which ended normally all the same: scripts log what broke their training
+    off, and go on to their own end. "" where they printed something after it."""
+    said = _raised(log)
+    if said is None or said.startswith(_COMPILERS):     # below these follow pages of advice
+        return said or ""
+    _, after, rest = log.rpartition(said)
+    message = rest.splitlines()[1:]
+    return said if after and all(not line.strip() or line[0].isspace() for line in message) else ""
 
 
 def exception_line(text: str) -> str:
