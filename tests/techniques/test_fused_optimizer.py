@@ -259,7 +259,7 @@ def test_a_parameter_that_comes_late_has_its_first_momentum_from_the_script_s_ow
 @pytest.mark.parametrize("make, reason", [
     (lambda p: torch.optim.AdamW([p], fused=True), "AdamW is fused already"),
     (lambda p: torch.optim.RMSprop([p]), "RMSprop has no fused kernel"),
-    (lambda p: type("AdamW", (torch.optim.AdamW,), {})([p]), "AdamW has no fused kernel"),
+    (lambda p: type("AdamW", (torch.optim.AdamW,), {"__module__": "neuralop.training"})([p]), "AdamW of neuralop.training has no fused kernel"),
     (lambda p: torch.optim.Adam([p], differentiable=True), "Adam has sparse gradients or is differentiable"),
     (lambda p: torch.optim.SGD([torch.zeros(2, dtype=torch.int64)]), "SGD updates parameters that are not floating point"),
     (lambda p: torch.optim.Adam([torch.zeros(2, device="meta")]), "Adam updates parameters on meta"),

@@ -92,6 +92,11 @@ def wrappable(facts: Facts) -> tuple[ModuleFacts, ...]:
     return tuple(module for module in facts.modules if not module.forward_overridden)
 
 
+def spelled(kind: str, module: str) -> str:
+    """The class of an optimizer, by its names; others than torch's are called Adam, too, and then it is said whose it is."""
+    return f"{kind} of {module}" if module and not module.startswith("torch.optim") else kind
+
+
 def is_compiled(module: Any) -> bool:
     """Whether the script compiles this module, by `torch.compile` or `Module.compile`."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

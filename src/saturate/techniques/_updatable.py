@@ -21,7 +21,7 @@ def why_not(optimizer: Any, torch: Any) -> str:
     """Why this optimizer cannot run parameter by parameter; "" when it can."""
     kind = type(optimizer)
     if kind not in {getattr(torch.optim, name, None) for name in KINDS}:
-        return f"{kind.__name__} is not known to update each parameter by itself"
+        return f"{_common.spelled(kind.__name__, kind.__module__)} is not known to update each parameter by itself"
     held = list(parameters(optimizer))
     if not any(p.requires_grad for p in held):
         return f"everything that {kind.__name__} holds is frozen"

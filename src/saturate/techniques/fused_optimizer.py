@@ -70,17 +70,17 @@ class Options:
 
 def _refusal(optimizer: OptimizerFacts) -> str:
     return _reason(
-        optimizer.kind or "the optimizer",
+        optimizer.kind or "the optimizer", optimizer.module,
         known=optimizer.kind in KINDS and optimizer.module.startswith("torch.optim"),
         fused=bool(optimizer.fused),
         unsupported=optimizer.sparse or optimizer.differentiable,
         floating=all(dtype.startswith(("float", "bfloat")) for dtype in optimizer.dtypes))
 
 
-def _reason(kind: str, *, known: bool, fused: bool, unsupported: bool, floating: bool) -> str:
+def _reason(kind: str, module: str, *, known: bool, fused: bool, unsupported: bool, floating: bool) -> str:
     """Why an optimizer cannot be switched, of which this was seen; "" where nothing is against it."""
     if not known:
-        return f"{kind} has no fused kernel"
+        return f"{_common.spelled(kind, module)} has no fused kernel"
     if fused:
         return f"{kind} is fused already"
     if unsupported:
@@ -139,7 +139,7 @@ def _problem(optimizer: Any, torch: Any) -> str:
     parameters = [p for group in groups for p in group["params"]]
     sparse = any(p.grad is not None and p.grad.is_sparse for p in parameters)
     reason = _reason(
-        kind,
+        kind, type(optimizer).__module__,
         known=type(optimizer) in {getattr(torch.optim, name) for name in KINDS},
         fused=all(group.get("fused") for group in groups),
         unsupported=sparse or any(group.get("differentiable") for group in groups),

@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts, OptimizerFacts
-from saturate.techniques import _shortage, _updatable, _updates
+from saturate.techniques import _common, _shortage, _updatable, _updates
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
@@ -102,7 +102,7 @@ def _refusal(facts: Facts) -> str:
 
 def _why_not(optimizer: OptimizerFacts) -> str:
     if optimizer.kind not in _updatable.KINDS or not optimizer.module.startswith("torch.optim"):
-        return f"{optimizer.kind or 'the optimizer'} is not known to update each parameter by itself"
+        return f"{_common.spelled(optimizer.kind or 'the optimizer', optimizer.module)} is not known to update each parameter by itself"
     if optimizer.sparse or optimizer.differentiable:
         return f"{optimizer.kind} has sparse gradients or is differentiable"
     return ""
