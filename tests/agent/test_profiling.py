@@ -405,6 +405,20 @@ def test_operations_and_time_by_module(plain):
     assert rows["Net"]["forward_ms"] > rows["body"]["forward_ms"] > 0
 
 
+def test_a_wait_in_one_of_the_timed_steps_is_no_time_of_a_module(start, script):
+    """As of a process that has to wait for another program: of two steps, one is seldom hit."""
+    trial = start(str(script(MODEL + """
+step = 0
+model.head.register_forward_pre_hook(lambda *given: time.sleep(0.4 * (step % 2)))
+while True:
+    step += 1
+    opt.zero_grad(); loss_of().backward(); opt.step()
+""")))
+    trial.wait_ready()
+    rows = by_name(trial.look("modules", 1, 3))
+    assert rows["body.0"]["forward_ms"] < rows["Net"]["forward_ms"] < 200
+
+
 def test_recomputation_is_counted_apart(start, script):
     trial = start(str(script(MODEL + """
 from torch.utils.checkpoint import checkpoint

@@ -1,6 +1,7 @@
-"""A window that asks what each module costs: time in all steps but the last, operations and memory in the last one.
+"""A window that asks what each module costs: time in the quickest of all steps but the last, operations and memory in the last one.
 
-Time is the host's on a CPU and the device's (between two events on its current stream) elsewhere. A forward that runs
+Time is the host's on a CPU and the device's (between two events on its current stream) elsewhere. There are few steps, and a
+process that has to wait for another program in one of their forwards would have its wait in the mean. A forward that runs
 inside the backward pass is recomputation: its operations are counted apart, because a model's own need leaves them out.
 A step with an evaluation in it says nothing about a training step: it is not timed where there is another, and where the
 counted one was such a step, the result is `evaluated` and has no operations.
@@ -79,13 +80,13 @@ class ModuleCosts(Window):
             self.lines.start()
 
     def finish(self) -> None:
-        steps = self._add_up()
+        self._add_up()
         evaluated = self.session.evaluated
         unknown = self._counter.unknown or flopcount.ELSEWHERE * self.elsewhere or _EVALUATED * evaluated
         known = kinds.bytes_of([p for m in self.session.context.modules for p in m.parameters()])
         self.result.update(
-            modules=[{"name": name, "kind": kind, "forward_ms": self.total[identity] / steps,
-                      "self_ms": (self.total[identity] - self.inside.get(identity, 0.0)) / steps,
+            modules=[{"name": name, "kind": kind, "forward_ms": self.total[identity],
+                      "self_ms": self.total[identity] - self.inside.get(identity, 0.0),
                       "flops": None if evaluated or identity in self.uncounted else self.flops.get(identity),
                       "memory_bytes": self.bytes.get(identity)}
                      for identity, (name, kind) in self.names.items() if identity in self.total],
@@ -157,17 +158,19 @@ class ModuleCosts(Window):
     def _now(self) -> Any:
         return recorded(self.torch, self.devices) if self.device == "cuda" else self.session.clock()
 
-    def _add_up(self) -> int:
-        """Of how many steps the times are. The device has been drained: every event has its time."""
+    def _add_up(self) -> None:
+        """The device has been drained: every event has its time."""
         plain = [timed for evaluated, timed in self._before if not evaluated] or [timed for _, timed in self._before]
-        for chain, began, ended in (one for timed in plain for one in timed):
-            took = elapsed_ms(began, ended) if self.device == "cuda" else (ended - began) / 1e6
-            if took is None:
-                continue
+        for chain, took in min(map(self._took, plain), key=_of_outermost, default=[]):
             self.total[chain[-1]] = self.total.get(chain[-1], 0.0) + took
             if len(chain) > 1:
                 self.inside[chain[-2]] = self.inside.get(chain[-2], 0.0) + took
-        return max(1, len(plain))
+
+    def _took(self, timed: list[tuple[list[int], Any, Any]]) -> list[tuple[list[int], float]]:
+        """The milliseconds of what was timed in one step."""
+        cuda = self.device == "cuda"
+        times = [(chain, elapsed_ms(began, ended) if cuda else (ended - began) / 1e6) for chain, began, ended in timed]
+        return [(chain, took) for chain, took in times if took is not None]
 
     # -- operations and memory -------------------------------------------------------------------------------------
 
@@ -241,3 +244,8 @@ class ModuleCosts(Window):
                     hooks.__enter__()
 
         self.replace(graph, "disable_saved_tensors_hooks", disabled)
+
+
+def _of_outermost(times: list[tuple[list[int], float]]) -> float:
+    """The milliseconds of all forwards of a step together: those inside of others are in theirs."""
+    return sum(took for chain, took in times if len(chain) == 1)
