@@ -180,6 +180,10 @@ def test_the_restart_takes_the_newest_file_that_is_whole(tmp_path: Path) -> None
     saves = [Save(2, (f"{tmp_path}/ckpt_2.pt",)), Save(4, (f"{tmp_path}/ckpt_4.pt",)), Save(5, (f"{tmp_path}/ckpt_5.pt",))]
     killed = SimpleNamespace(step=Step("S0"), updates=lambda step: [None] * 5, saves=lambda step: saves)
     assert work._words(killed) == ["--resume", "ckpt_4.pt"]  # type: ignore[arg-type]
+    several = {"out/checkpoint-4": ["--resume", "out/checkpoint-4"], "out/last": []}      # which of the files of `last` is meant?
+    for folder, words in several.items():
+        saves[:] = [Save(4, (f"{tmp_path}/{folder}/model.safetensors", f"{tmp_path}/{folder}/optimizer.pt")), Save(5, (f"{tmp_path}/x.pt",))]
+        assert work._words(killed) == words  # type: ignore[arg-type]
 
 
 def test_a_training_that_ends_before_it_saves_is_told_so(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -174,13 +175,14 @@ class _Work:
         return Recovery(updates[0].t_ns / 1e9 - killed.killed_s, words, read, others=others)
 
     def _words(self, killed: Ran) -> list[str]:
-        """What to resume with, by the script's source; of files that are named anew at each save, the newest that is whole."""
+        """What to resume with, by the script's source; of files that are named anew at each save, the newest that is whole, or the
+        folder that it is."""
         if killed.step is None:
             return []
         done = len(killed.updates(killed.step))
         saves = [[short(path, self.request.cwd) for path in save.paths] for save in killed.saves(killed.step) if save.update < done]
         words = resume_words(source_of(script_of(self.request.argv, self.request.cwd)), saves)
-        newest = saves[-1][0] if saves and len(saves[-1]) == 1 else None
+        newest = _one(saves[-1]) if saves else None
         if PATH in words and newest is None:
             return []
         return [newest if word == PATH and newest else word for word in words]
@@ -255,6 +257,18 @@ def _each_measured(costs: dict[str, Any]) -> bool:
 def _saved(log: resume_log.Log) -> bool:
     """Whether a checkpoint is complete: an update came after it."""
     return bool(log.saves) and log.updates(log.step) > log.saves[0]
+
+
+def _one(paths: list[str]) -> str | None:
+    """What the files of one save are together: the file, or their folder where it has a number, as `checkpoint-500` and `step_20` of
+    Hugging Face's libraries have."""
+    if len(paths) == 1:
+        return paths[0]
+    try:
+        folder = os.path.commonpath(paths)
+    except ValueError:          # one below the working directory, one elsewhere
+        return None
+    return folder if any(map(str.isdecimal, os.path.basename(folder))) else None
 
 
 def _paths(ran: Ran, *kinds: str) -> set[str]:
