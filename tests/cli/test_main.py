@@ -226,6 +226,9 @@ def test_a_command_that_is_not_executable_is_there(tmp_path, capsys, monkeypatch
     assert main.main(["run", "e.toml", "--", "./train.sh"]) == 2
     assert "'./train.sh' is not executable\nhelp: chmod +x ./train.sh" in capsys.readouterr().err
     assert main.main(["run", "e.toml", "--", "./none.sh"]) == 2 and "there is no command" in capsys.readouterr().err
+    for verb in (["run", "e.toml"], ["drill"], ["tune"], ["fit", "--memory", "1GiB"], ["profile"], ["checkpoint", "advise"]):
+        assert main.main([*verb, "--", sys.executable, "-m", "saturate", "run", "e.toml", "--", "true"]) == 2, verb
+        assert "the command is saturate itself" in capsys.readouterr().err
 
 
 def test_an_interruption_that_nobody_could_be_told_of_is_one(monkeypatch):

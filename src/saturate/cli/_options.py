@@ -24,11 +24,26 @@ def add_study_options(parser: argparse.ArgumentParser) -> None:
 
 
 def must_exist(command: list[str]) -> None:
-    """Raises UsageError where the first word is no program."""
+    """Raises UsageError where the first word is no program, or the command is one of ours: the process that trains is told what one
+    saturate wants of it, and the inner one would be that one."""
     if shutil.which(command[0]) is None:
         if os.sep in command[0] and os.path.isfile(command[0]):
             raise UsageError(f"{command[0]!r} is not executable", remedy=f"chmod +x {shlex.quote(command[0])}, or name the program that runs it")
         raise UsageError(f"there is no command {command[0]!r}", remedy=_instead_of(command))
+    if _is_ours(command):
+        raise UsageError("the command is saturate itself", cause="one saturate in another takes its place in the training, and nothing is seen of it",
+                         remedy="give the command that trains; techniques of several recipes can stand in one file")
+
+
+def _is_ours(command: list[str]) -> bool:
+    """
+    >>> _is_ours(["saturate", "run", "recipe.toml", "--", "python", "train.py"]), _is_ours(["python3", "-m", "saturate", "run"])
+    (True, True)
+    >>> _is_ours(["python", "-m", "train", "saturate"])
+    False
+    """
+    words = [os.path.basename(word) for word in command[:4]]
+    return words[0] == "saturate" or (words[0].startswith("python") and words[1:3] == ["-m", "saturate"])
 
 
 def _instead_of(command: list[str]) -> str:
