@@ -6,6 +6,7 @@ import collections
 import enum
 import functools
 import gc
+import importlib
 import itertools
 import os
 import re
@@ -782,3 +783,44 @@ def test_an_operator_that_no_other_process_would_know_is_named(call: str, tmp_pa
         Source.write(tmp_path / "source", module.Net(), [torch.zeros(2, 1)])
     assert f"the operator saturate_test::{name}" in caught.value.cause and "a module of their own" in caught.value.remedy
     del sys.modules[path.stem]
+
+
+def told_elsewhere(source: Source, code: str) -> list[Any]:
+    """What another process prints of the model there, as a list."""
+    code = ("import sys, torch; from pathlib import Path; from saturate.inference.source import Source;"
+            f"source = Source.open(Path(sys.argv[1])); model = source.model(torch); x = source.inputs(torch)[0][0]; print({code})")
+    done = subprocess.run([sys.executable, "-c", code, str(source.folder)], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    return list(eval(done.stdout))
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["new", "called before"])
+def test_outputs_that_transformers_collects_are_collected_in_another_process(called: bool, tmp_path: Path) -> None:
+    """It knows of which classes only where one was constructed, and hooks its modules at the first call."""
+    transformers = pytest.importorskip("transformers", reason="the model under test is its")
+    config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=2, n_head=2, n_positions=16, use_cache=False, bos_token_id=0, eos_token_id=1,
+                                     output_hidden_states=True)
+    model, x = transformers.GPT2LMHeadModel(config).eval(), torch.randint(0, 20, (2, 5))
+    if called:
+        model(x)
+    source = Source.write(tmp_path / "source", model, [(x,)] * 4)
+    there = told_elsewhere(source, "[state.flatten().tolist() for state in model(x).hidden_states]")
+    assert torch.allclose(torch.tensor(there), torch.stack([state.flatten() for state in model(x).hidden_states]), atol=1e-6)
+
+
+def test_a_hook_that_a_library_made_sees_the_globals_of_that_library(tmp_path: Path) -> None:
+    """A function in a function goes by value; what it writes to must be what the library reads."""
+    (tmp_path / "counting.py").write_text("import contextvars\ncalls = contextvars.ContextVar('calls', default=0)\n"
+                                          "def watch(module):\n"
+                                          "    def count(*_):\n        calls.set(calls.get() + 1)\n"
+                                          "    module.register_forward_hook(count)\n", encoding="utf-8")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        counting = importlib.import_module("counting")
+        model = torch.nn.Linear(3, 2)
+        counting.watch(model)
+        source = Source.write(tmp_path / "source", model, [(torch.zeros(2, 3),)] * 4)
+        assert told_elsewhere(source, "[model(x) is None, __import__('counting').calls.get()]") == [False, 1]
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("counting", None)

@@ -58,7 +58,7 @@ def pickler() -> type[pickle.Pickler]:
             self._registered: list[Any] = []
             self._known: dict[str, bool] = {}
             self._classes: dict[tuple[str, str], set[type]] = {}
-            self._globals: dict[int, _Globals] = {}
+            self._globals: dict[int, _Globals | _Imported] = {}
             try:
                 super().dump(thing)
             finally:
@@ -83,15 +83,26 @@ def pickler() -> type[pickle.Pickler]:
             reduced = super().reducer_override(thing)
             if isinstance(thing, type) and reduced is not NotImplemented:
                 self._classes.setdefault((thing.__module__, thing.__qualname__), set()).add(thing)
-            return self._at_home(reduced) if isinstance(thing, FunctionType) and reduced is not NotImplemented else reduced
+            return self._at_home(thing, reduced) if isinstance(thing, FunctionType) and reduced is not NotImplemented else reduced
 
-        def _at_home(self, reduced: Any) -> Any:
-            """What cloudpickle makes a function from, with globals that are those of a module where it is read."""
+        def _at_home(self, function: Any, reduced: Any) -> Any:
+            """What cloudpickle makes a function from, with globals that are those of a module where it is read: of its own one, where
+            that can be imported there, as of a function in a function of a library."""
             make, arguments, *rest = reduced
             if len(arguments) < 2 or not isinstance(arguments[1], dict):
                 return reduced                      # another version of cloudpickle makes functions otherwise
             code, names, *more = arguments          # functions of one module share `names`, which cloudpickle keeps alive
+            if self._imported_again(function) and rest and isinstance(rest[0], tuple) and "__globals__" in rest[0][-1]:
+                rest[0][-1]["__globals__"] = {}     # what is there already, and might not be picklable
+                names = self._globals.setdefault(id(names), _Imported(function.__module__))
+                return make, (code, names, *more), *rest
             return make, (code, self._globals.setdefault(id(names), _Globals(names)), *more), *rest
+
+        def _imported_again(self, function: Any) -> bool:
+            """Whether its globals are those of a module that another process imports, rather than gets by value."""
+            module = sys.modules.get(function.__module__ or "")
+            return (module is not None and function.__globals__ is vars(module) and _foreign_module(function, self._known) is None
+                    and module.__name__.partition(".")[0] not in cloudpickle.list_registry_pickle_by_value())
 
     return ByValue
 
@@ -104,6 +115,20 @@ class _Globals:
 
     def __reduce__(self) -> Any:
         return _namespace, (self.names,)
+
+
+class _Imported:
+    """Becomes the namespace of the module of this name where it is read."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return _namespace_of, (self.name,)
+
+
+def _namespace_of(name: str) -> dict[str, Any]:
+    return vars(importlib.import_module(name))
 
 
 def _namespace(names: dict[str, Any]) -> dict[str, Any]:

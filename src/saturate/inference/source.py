@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -162,7 +163,9 @@ class Source:
         device that it came from: `to` moves weights and buffers, but no tensor that is a plain attribute or an argument that was
         given already."""
         check_private(self.folder)
-        return pickles.load(torch, self.folder / _MODEL, None if in_place else "cpu").as_module(torch)
+        module = pickles.load(torch, self.folder / _MODEL, None if in_place else "cpu").as_module(torch)
+        _as_constructed(module)
+        return module
 
     def inputs(self, torch: Any, device: str = "cpu") -> list[tuple[Any, ...]]:
         """The measured batches. A candidate's process asks for them on its device; the search has them on the CPU, where it compares
@@ -280,6 +283,15 @@ def _check_layers(torch: Any, model: Any) -> None:
         if any(isinstance(one, lazy) for one in (*module._parameters.values(), *module._buffers.values())):
             raise UsageError("the model has no weights yet", cause=f"{name or type(module).__name__} waits for its first call",
                              remedy="call the model once: model(*batch)")
+
+
+def _as_constructed(module: Any) -> None:
+    """Tell transformers what it is told where a model of it is constructed: which outputs (hidden states, attentions) it may collect of a
+    class. It keeps that for each process, and this one was given a model that another one had constructed."""
+    told = getattr(sys.modules.get("transformers.modeling_utils"), "_CAN_RECORD_REGISTRY", None)
+    for part in module.modules() if isinstance(told, dict) else ():
+        if (outputs := getattr(part, "_can_record_outputs", None)) is not None:
+            dict.__setitem__(told, str(type(part)), outputs)        # its own class of a dictionary would take the model as a key
 
 
 def signature_of(model: Any) -> inspect.Signature | None:
