@@ -248,6 +248,21 @@ def test_a_runtime_of_its_own_takes_any_inputs_and_the_threads_that_were_set(tmp
     assert threads == 2 and answers[0].shape == (4, 3)
 
 
+@pytest.mark.parametrize("made", ["model = functools.partial(Net().eval(), more={'scale': 2.0})", "model = Net().eval().called"], ids=["partial", "method"])
+def test_a_graph_is_made_of_what_is_no_module_and_answers_with_more_than_tensors(tmp_path: Path, made: str) -> None:
+    for needed in ("onnx", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    module = _registry.load()["onnx-runtime"]
+    net = ("import functools\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+           "        self.linear = torch.nn.Linear(8, 3)\n    def forward(self, x, more):\n"
+           "        return {'scores': self.linear(x) * more['scale'], 'task': 'classify', 'classes': 3}\n"
+           "    def called(self, x):\n        return self.forward(x, {'scale': 2.0})\n")
+    code = Tried(Candidate.of([Part(module, module.Options())]), "kept", "").record(2).code
+    _, answers = answered(tmp_path, f"{net}{made}\n{code}", WITH_GRADIENT)
+    assert [tuple(one.shape) for one in answers] == [(4, 3)]
+
+
 def test_switches_are_one_line_that_does_what_loading_does() -> None:
     before = torch.get_float32_matmul_precision(), torch.get_num_threads()
     try:
