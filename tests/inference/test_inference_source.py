@@ -29,7 +29,7 @@ pytest.importorskip("cloudpickle", reason="the extra inference")
 from process_kit import Branches, Encoder, Noisy, Pair, Structured  # noqa: E402 - after the check for torch
 
 from saturate.errors import EnvironmentProblem, UsageError, WorkloadFailed  # noqa: E402
-from saturate.inference import batches, guards, identity, pickles  # noqa: E402
+from saturate.inference import batches, guards, identity, pickles, samples  # noqa: E402
 from saturate.inference import source as source_module  # noqa: E402
 from saturate.inference.candidates import Candidate  # noqa: E402
 from saturate.inference.failures import WorkerFailed  # noqa: E402
@@ -273,10 +273,20 @@ def test_a_single_batch_is_divided_and_keeps_its_size() -> None:
 
 
 @pytest.mark.parametrize("batch", [
-    (torch.zeros(1, 3),), (torch.zeros(4, 3), torch.zeros(5, 3)), (torch.zeros(2, 3), ["one", "two"]), (torch.tensor(1.0),)])
+    (torch.zeros(1, 3),), (torch.zeros(4, 3), torch.zeros(5, 3)), (torch.zeros(2, 3), ["one", "two"]), (torch.tensor(1.0),),
+    ([torch.zeros(3, 8, 8), torch.zeros(3, 6, 9)],)], ids=["one", "other lengths", "texts", "a number", "images"])
 def test_a_single_batch_that_cannot_be_divided_says_so(batch: tuple[Any, ...]) -> None:
     measured, calibration, notes = batches.split(torch, [batch])
     assert measured == calibration == [batch] and "cannot be divided" in notes[0]
+
+
+def test_the_channels_of_a_list_of_images_are_no_samples() -> None:
+    first, second, third = (torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    assert batches.samples(torch, ([first, second],)) is None and guards.other_batches([([first, second],)]) == []
+    seen = samples.Seen()
+    for given in ([first], [second, third]):
+        seen.add((given,))
+    assert len(seen) == 3 and samples.overlap([([first, second],)], seen).refused       # whichever others they are given with
 
 
 # -- identity ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 from saturate.errors import UsageError
 from saturate.inference import users_code
+from saturate.inference.samples import images
 from saturate.techniques._trees import copied, taken_apart
 
 #: No more than so many batches, and after the first no more than so many bytes, are taken of an iterable.
@@ -212,9 +213,9 @@ def without_last(torch: Any, batches: list[tuple[Any, ...]]) -> tuple[list[tuple
 
 
 def samples(torch: Any, batch: tuple[Any, ...]) -> int | None:
-    """Samples in a batch; None where its tensors do not agree on a first dimension."""
+    """Samples in a batch; None where its tensors do not agree on a first dimension, or have channels there (`images`)."""
     sizes = {tensor.shape[0] for tensor in tensors(torch, batch) if tensor.dim()}
-    return sizes.pop() if len(sizes) == 1 else None
+    return sizes.pop() if len(sizes) == 1 and not images(batch) else None
 
 
 def total_samples(torch: Any, batches: list[tuple[Any, ...]]) -> int:

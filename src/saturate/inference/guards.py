@@ -169,7 +169,7 @@ def other_batches(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         return []
     leaves = [leaf for _, leaf in _trees.leaves(inputs[0])]
     sizes = {leaf.shape[0] for leaf in leaves if samples.is_tensor(leaf) and leaf.dim()}
-    if len(sizes) != 1:
+    if len(sizes) != 1 or samples.images(inputs[0]):
         return []
     size = sizes.pop()
     if not all(_dense(leaf) if samples.is_tensor(leaf) else leaf is None or isinstance(leaf, (bool, int, float)) for leaf in leaves):

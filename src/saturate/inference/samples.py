@@ -33,6 +33,9 @@ CUTS = ("rows", "columns", "whole")
 #: many numbers, and more than two different ones.
 _FEWEST_ALONE = 16
 
+#: Of an image in colours, which has no batch dimension in a list of them.
+_CHANNELS = 3
+
 #: Numbers of a row that are looked at first.
 _FIRST = 256
 
@@ -157,6 +160,8 @@ def between(given: Seen, used: Seen) -> Overlap:
 
 def cuts(inputs: tuple[Any, ...]) -> dict[str, list[tuple[str, ...]]]:
     """The names of the samples in a call, for each way to cut it."""
+    if listed := images(inputs):
+        return {"rows": [_names([dense(image)]) for image in listed]}
     arrays = _arrays(inputs)
     if not arrays:
         return {"rows": names(inputs)}
@@ -188,6 +193,13 @@ def names(inputs: tuple[Any, ...]) -> list[tuple[str, ...]]:
     batch = arrays[0].shape[0]
     together = [array for array in arrays if array.shape[0] == batch]
     return [_names([array[row] for array in together]) for row in range(batch)]
+
+
+def images(inputs: tuple[Any, ...]) -> list[Any]:
+    """Those of a call that takes a list of them, (channels, height, width) each, as detectors do: each is a sample, and what the
+    first dimensions have in common is the number of channels. Empty for any other call."""
+    lists = [one for one in inputs if isinstance(one, (list, tuple)) and one]
+    return next((list(one) for one in lists if all(is_tensor(image) and image.dim() == 3 and len(image) == _CHANNELS for image in one)), [])
 
 
 def _prompts(inputs: tuple[Any, ...]) -> list[list[int]]:
