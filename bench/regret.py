@@ -35,8 +35,7 @@ from saturate.records.result import StudyRecord, TechniqueOutcome
 from saturate.study import baseline
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set, key
-from saturate.study.racing import Racer, Result
-from saturate.study.search import ADD, SCREEN
+from saturate.study.racing import ADD, SCREEN, Racer, Result
 from saturate.study.state import Request, Study
 from saturate.study.tune import AA, FINAL, racer_of
 from saturate.study.verification import Verifier

@@ -14,11 +14,11 @@ from test_fitting import World, search, technique
 from saturate.measure import race
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
-from saturate.study import tune
+from saturate.study import combining, tune
 from saturate.study.fates import UNCHECKED, leads
 from saturate.study.race_pair import KernelWork
-from saturate.study.racing import Result
-from saturate.study.search import SCREEN, CannotVerify
+from saturate.study.racing import SCREEN, Result
+from saturate.study.standing import CannotVerify
 from saturate.study.verification import Verified
 from saturate.techniques._api import Eligible, Ineligible
 from saturate.trial.outcome import Outcome
@@ -784,11 +784,11 @@ def test_the_end_of_the_baseline_ends_the_search() -> None:
 @pytest.mark.parametrize("ended", ["screen small and warm with baseline", "add small to warm"])
 def test_a_pair_that_fails_leaves_what_is_known_of_each(ended: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = Ending({"small": (1.0, 0.0), "warm": (0.99, 0.0)}, None, endings={ended: ("b", "crashed")})
-    monkeypatch.setattr("saturate.study.search.LARGE", -1.0)        # whatever the pair gains, the second race is asked for
+    monkeypatch.setattr("saturate.study.combining.LARGE", -1.0)        # whatever the pair gains, the second race is asked for
     walk = search(world, SMALL, WARM)
     walk.findings = (promise(1.8),)
     walk._screen(walk.eligible())
-    walk._try_pair(walk.fates["small"].candidate, walk.fates["warm"].candidate)
+    combining.try_pair(walk, walk.fates["small"].candidate, walk.fates["warm"].candidate)
     assert walk.fates["small"].fate == "no_difference" and walk.fates["small"].reason.endswith("; with warm: crashed: for a test")
 
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from saturate.records import sizes
 from saturate.study.candidates import Candidate, Set, conflict, key, ordered
 from saturate.study.fates import FATES, Fate
-from saturate.study.search import SCREEN, Search
+from saturate.study.racing import SCREEN
+from saturate.study.search import Search
 from saturate.trial.outcome import OUT_OF_MEMORY
 from saturate.trial.process import TrialEnded
 

@@ -47,6 +47,10 @@ from saturate.study.rates import Window
 from saturate.trial.outcome import Outcome, ran_out_of_memory
 from saturate.trial.process import Block, TrialEnded, joined
 
+#: Screening asks whether a technique is promising; adding and the final race settle how much it gives.
+SCREEN = Limits(max_pairs=1, min_rounds=4, max_rounds=10)
+ADD = Limits(max_pairs=5, min_rounds=4, max_rounds=12)
+
 #: What the user is told when a process that shared the memory is run again.
 ONCE_MORE = "  out of memory beside another process of its kind: once more, alone"
 

@@ -38,7 +38,8 @@ from saturate.study.candidates import Candidate, Set
 from saturate.study.ending import OURS, Interrupted, failed_again, in_our_words
 from saturate.study.fates import of_end
 from saturate.study.racing import Racer, Result
-from saturate.study.search import CannotVerify, Search
+from saturate.study.search import Search
+from saturate.study.standing import CannotVerify
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, find_unfinished, new_run
 from saturate.study.verification import Verifier, budget_needed, too_slow
