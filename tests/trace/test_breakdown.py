@@ -160,6 +160,24 @@ def test_operators_play_the_kernels_part_on_a_cpu() -> None:
     assert length(idle(done, window(trace, CPU).steps)) == 60
 
 
+@pytest.mark.parametrize("name, node, computing", [
+    ("OdeintAdjointMethod", "OdeintAdjointMethodBackward", 50),         # the operators inside
+    ("CompiledFunction", "CompiledFunctionBackward", 180),              # kernels that are no operators
+    ("aten::mm", "MmBackward0", 180),                                   # torch's own node
+])
+def test_what_a_function_of_the_script_does_around_its_operators_is_no_computation(name: str, node: str, computing: int) -> None:
+    """An adjoint's solver is a loop in Python, 45 % of whose time was "computing"."""
+    made = Recording()
+    made.step(0, 200)
+    made.operator(name, 0, 80)
+    made.operator("aten::mul", 20, 40)
+    made.operator(f"autograd::engine::evaluate_function: {node}", 100, 200)
+    made.operator(node, 101, 199)
+    made.operator("aten::mm", 150, 180)
+    _, found = split(made.trace(), CPU)
+    assert (found.compute_ns, found.idle_ns) == (computing, 200 - computing)
+
+
 @pytest.mark.parametrize("scale", [1, 10**12])
 def test_two_processes_do_not_share_a_correlation(scale: int) -> None:
     """Correlations are unique within a process only: rank 1's launch must not be taken for rank 0's."""

@@ -6,7 +6,8 @@ U is the union over all streams. In any window W the four exclusive parts sum to
 
     |COMP| + |COMM - COMP| + |MEM - COMP - COMM| + |W - (COMP U COMM U MEM)| = |W|
 
-On a CPU, operators play the kernels' part, and what runs inside the loader is input, not computation.
+On a CPU, operators play the kernels' part, what runs inside the loader is input, not computation, and what a Function of the script's does
+around its operators is neither.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ _GENERATED = re.compile(r"^triton_")
 
 #: Operators that never communicate, whatever the names of their kernels.
 _ORDINARY = re.compile(r"^(aten::|triton_)")
+
+#: What the engine's call of a node is named after, and what is code of torch.compile's.
+_ENGINE = "autograd::engine::evaluate_function: "
+_COMPILED = re.compile(r"CompiledFunction|CompiledFxGraph|Torch-Compiled")
 
 #: A template argument such as `WarpAllReduce` makes no kernel a collective, so names end at the first bracket.
 _ARGUMENTS = re.compile(r"[<(].*$", re.DOTALL)
@@ -167,12 +172,22 @@ def host_work(trace: Trace, window: Window) -> Work:
     labelled = np.flatnonzero(named(trace, annotations.name, COMMUNICATION_OPERATORS))
     waiting = loader(trace, window) or EMPTY
     input_work = (operators.tid == window.thread) & contains(waiting, operators.start)
-    apart = named(trace, operators.name, STEP) | named(trace, operators.name, LOADER)
+    apart = named(trace, operators.name, STEP) | named(trace, operators.name, LOADER) | scripts_functions(trace)
     rows = ~collective & ~input_work & ~apart
     compute = spans(operators, rows_where(rows))
     collectives = join(spans(operators, rows_where(collective)), spans(annotations, labelled))
     return Work(rows=rows_where(rows), compute=compute, communication=collectives, copies=EMPTY,
                 busy=join(compute, collectives))
+
+
+def scripts_functions(trace: Trace) -> Column:
+    """Whether an operator is an `autograd.Function` that is written in Python, or the engine's call of its backward: around what runs
+    inside the interpreter works, as it does outside of all operators. Told by the name that torch gives its backward; those of torch's own
+    nodes end with a number. Compiled code is such a Function too, and its kernels need no operators."""
+    known = set(trace.names)
+    names = {name for name in known if f"{_ENGINE}{name}Backward" in known and not _COMPILED.search(name)}
+    meant = {*names, *(f"{name}Backward" for name in names), *(f"{_ENGINE}{name}Backward" for name in names)}
+    return np.fromiter((name in meant for name in trace.names), bool, len(trace.names))[trace.operators.name]
 
 
 @dataclass(frozen=True)
