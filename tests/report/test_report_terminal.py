@@ -273,6 +273,15 @@ def test_a_budget_that_noise_used_up_is_not_called_noise():
     assert plain(undecided(noise_floor=0.114), 120).startswith("Too noisy to decide")
 
 
+def test_what_noise_leaves_undecided_is_named():
+    """A step compiled 119 % faster [-1, 383]: "differences below 10.2 % cannot be seen here", and not a word of it."""
+    first, *others = undecided().result.techniques
+    first = msgspec.structs.replace(first, id="compile", fate="inconclusive", gain=1.19, gain_ci=(-0.007, 3.829))
+    said = " ".join(plain(undecided(techniques=[first, *others], noise_floor=0.102), 200).split())
+    assert said.startswith("Too noisy to decide")
+    assert "differences below 10.2 % cannot be seen here; closest: compile +119.0 % [-0.7, +382.9]; a gain counts from" in said
+
+
 @pytest.mark.parametrize("fate", ["failed", "not_applied", "not_tried"])
 def test_what_had_no_gain_of_its_own_was_tried_all_the_same(fate):
     """Seen: one crashed and a pair was raced, one could not be applied; "before anything could be tried"."""

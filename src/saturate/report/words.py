@@ -239,7 +239,7 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
     if kind == "slower":
         return Headline(kind, "Nothing helps, the best set is slower", raced, best_tried(record) or reason)
     if kind == "noisy":
-        floor = f"differences below {percent(result.noise_floor)} cannot be seen here; {_counts_from(record)}"
+        floor = f"differences below {percent(result.noise_floor)} cannot be seen here; {best_tried(record, ('inconclusive',)) or _counts_from(record)}"
         return Headline(kind, "Too noisy to decide", raced, floor)
     if result.speedup_ci is None:       # nothing came as far as a final race
         why = _NONE_HELPS if _anything_tried(record) else _NO_TURN
