@@ -296,6 +296,42 @@ def test_an_interrupted_save_leaves_nothing_behind(job):
     assert not job.keeper.problem
 
 
+@pytest.mark.parametrize("saving_for_one", [False, True])
+def test_ctrl_c_in_the_middle_of_torchs_own_writing_is_one(job, monkeypatch, saving_for_one):
+    """torch then says that its archive is not whole, and the training went on as if nobody had pressed anything. What a script saves because
+    it was interrupted is saved, though."""
+    for _ in range(3):
+        before = job.save("last.pt")
+    write, calls, at = keeper.Recorder.write, [0], [0]
+
+    def interrupted(recorder, data):
+        calls[0] += 1
+        if calls[0] == at[0]:
+            raise KeyboardInterrupt
+        return write(recorder, data)
+
+    def stopped():
+        try:
+            if saving_for_one:
+                raise KeyboardInterrupt("the first")
+        except KeyboardInterrupt:
+            job.save("last.pt")
+        else:
+            job.save("last.pt")
+
+    monkeypatch.setattr(keeper.Recorder, "write", interrupted)
+    stopped()
+    last = calls[0]
+    before = load(job.folder / "last.pt")
+    assert last > 5 and not job.keeper.problem
+    for place in range(1, last + 1):
+        calls[0], at[0] = 0, place
+        with pytest.raises(KeyboardInterrupt) as found:
+            stopped()
+        assert found.value.args == (), place
+        assert equal(load(job.folder / "last.pt"), before) and not job.keeper.problem, place
+
+
 def test_links_pipes_and_read_only_files_are_not_replaced(job):
     for step in range(3):
         job.save(f"ckpt_{step}.pt")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -72,6 +73,7 @@ class Keeper:
         if os.getpid() != self._pid or not _replaceable(path):
             write(path)
             return
+        write = _interruptible(write)
         with self._lock:
             series = self._series(path)
             if self.problem:
@@ -229,6 +231,24 @@ def _place(path: Any) -> str:
     """Absolute, and without links but a last one, which is what a rename moves."""
     folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
     return os.path.join(os.path.realpath(folder), name)
+
+
+def _interruptible(write: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`write`, out of which Ctrl-C comes as what it is. Where one ends a write to a stream, torch closes its archive, finds it unfinished,
+    and raises an error about that in its place: to go on after that one would be to take no notice of the user."""
+    def interruptible(target: Any) -> None:
+        handled = sys.exc_info()[1]         # who saves because of an interruption was interrupted before
+        try:
+            write(target)
+        except Exception as error:
+            hidden = error.__context__
+            while hidden is not None and hidden is not handled and isinstance(hidden, Exception):
+                hidden = hidden.__context__
+            if hidden is None or hidden is handled:
+                raise
+            raise hidden from None
+
+    return interruptible
 
 
 def _write_plain(path: str, write: Callable[[Any], None]) -> None:
