@@ -99,8 +99,8 @@ def test_a_full_disk(small_disk, mode):
     assert found == {"next save": [errno.ENOSPC, *files], "end": [120, *files], "handled": [0, *files]}
 
 
-def test_a_disk_that_is_full_already(small_disk):
-    """The save itself says so."""
+def test_a_disk_that_is_full_already(small_disk, capfd):
+    """The save itself says so; and where a plain one would have written over what is there, that this one needs room beside it."""
     path = small_disk / "model.pt"
     with applied("thread"):
         torch.save(state(1, 1 << 18), path)
@@ -108,6 +108,7 @@ def test_a_disk_that_is_full_already(small_disk):
         with pytest.raises(OSError, match="No space left"):
             torch.save(state(2, 3 << 19), path)
         assert same(torch.load(path), state(1, 1 << 18)) and len(list(small_disk.iterdir())) == 1
+    assert f"no room for the new {path} beside the old one" in capfd.readouterr().err
 
 
 def test_a_distributed_checkpoint_on_a_full_disk(small_disk):

@@ -31,6 +31,7 @@ from saturate.checkpoints.arena import Pool
 from saturate.checkpoints.costs import Costs
 from saturate.checkpoints.own_calls import own_thread, quiet
 from saturate.checkpoints.target import Target, Unsuitable, remove_litter
+from saturate.records import sizes
 
 #: Staged bytes beyond this, and beyond three times the newest file, make a save wait for earlier ones.
 MOST_STAGED_BYTES = 1 << 30
@@ -38,6 +39,7 @@ MOST_STAGED_BYTES = 1 << 30
 MOST_PENDING = 16
 _POLL_S = 0.002
 _DISK_MARGIN_BYTES = 1 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
@@ -129,8 +131,11 @@ class Writer:
                     request["records"] = staged.records
                     write = functools.partial(self._write_staged, target, way, request, staged)
                     self._enqueue(target.path, target.folder, write, target.discard, staged, size)
-            except BaseException:
+            except BaseException as error:
                 target.discard()
+                if isinstance(error, OSError) and error.errno in _NO_ROOM and target.before is not None:
+                    notices.tell(f"saturate: there is no room for the new {path} beside the old one, which stays whole: async-checkpoint needs "
+                                 f"{sizes.decimal(size)} more on that disk than saves without it\n")
                 with self._condition:       # an interruption may come when it is on its way already
                     if staged is not None and not any(job.staged is staged for job in self.pending.values()):
                         self._give_back(staged)
