@@ -217,6 +217,30 @@ def test_a_random_model_or_check_is_known_by_its_spread():
     assert any("scores the same answers differently" in note for note in controls(jittered, run, Budget(0.1)).notes)
 
 
+def test_a_check_of_texts_or_counts_beside_the_tensors_is_not_called_blind():
+    """Noise takes the place of tensors' values: labels that a model gives as text, and how many boxes it finds, stay as they are."""
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    pieces = list(zip(INPUTS[order].split(16), LABELS[order].split(16)))
+
+    def labelled(x):
+        return {"scores": run(x), "labels": [str(int(row.argmax())) for row in run(x)]}
+
+    def boxes(x):
+        return run(x)[: 3 + int(100 * x[:, 0].sum()) % 5]
+
+    def of_text(call):
+        return [float(label == str(int(target))) for x, y in pieces for label, target in zip(call(x)["labels"], y)]
+
+    def of_counts(call):
+        return [float(len(call(x))) for x, _ in pieces]
+
+    for check, model in ((of_text, labelled), (of_counts, boxes)):
+        found = controls(check, model, Budget(0.02, higher_is_better=True))
+        assert found.problem is None and any("is not known" in note for note in found.notes), found
+    constant = controls(lambda call: [float(call(x)["kind"] == "a") for x, _ in BATCHES], lambda x: {"y": run(x), "kind": "a"}, Budget(0.02))
+    assert constant.problem is not None and constant.problem.kind == "blind"
+
+
 def test_a_check_that_shuffles_is_told_what_that_costs():
     def shuffled(run):
         order = random.sample(range(60), 60)

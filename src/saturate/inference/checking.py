@@ -34,6 +34,9 @@ MOST_OUTPUT = 64 * 1024
 #: So many values of each tensor of the answers make up the noise, and at most so many of one answer.
 _POOL, _FROM_ONE = 65536, 4096
 
+#: What an answer may say beside its tensors. Other objects have no values that are known.
+_PLAIN = (bool, int, float, str, bytes)
+
 #: Noise is drawn anew before something is said against the check: one draw may be a coincidence.
 _SEEDS = (1, 2)
 
@@ -216,6 +219,9 @@ def _against_noise(check: Check, pool: _Pool, budget: Budget, known: Controls, b
         if verdicts[-1] == "worse":
             return result(noise=noise)
     scores = f"noise scores {noise:.4g}, the model {baseline.mean:.4g}"
+    if set(verdicts) == {"same"} and pool.says_more():
+        return result("the check does not depend on the tensors of the answers; whether it does on what else they hold (numbers, texts, how "
+                      "many entries there are), which no noise was made of, is not known", noise)
     if set(verdicts) == {"same"}:
         return result(noise=noise, problem=Problem("blind", f"the check does not depend on the answers: {scores}",
                                                    "score what run(*inputs) returns, not the model itself"))
@@ -274,19 +280,29 @@ class _Recorder:
 
 
 class _Pool:
-    """`run`, keeping some values of each tensor of its answers: what `noise` draws from."""
+    """`run`, keeping some values of each tensor of its answers: what `noise` draws from. What else is in an answer noise leaves as it is;
+    `rest` holds digests of that, by the shapes of the inputs."""
 
     def __init__(self, run: Callable[..., Any]):
         self.run = run
         self.kept: dict[int, Any] = {}
+        self.rest: dict[Any, set[str]] = {}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         answer = self.run(*inputs, **named)
+        rest = samples.Digest()
+        rest.feed([tuple(leaf.shape) if samples.is_tensor(leaf) else leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__
+                   for leaf in samples.leaves(answer)])
+        self.rest.setdefault(tuple(tuple(one.shape) for one in samples.tensors((inputs, named))), set()).add(rest.hex())
         for place, tensor in enumerate(samples.tensors(answer)):
             values, before = samples.dense(tensor).flatten(), self.kept.get(place)
             if len(values) and (before is None or len(before) < _POOL):
                 self.kept[place] = _joined(before, _drawn(values, min(len(values), _FROM_ONE), _generator(len(values))))
         return answer
+
+    def says_more(self) -> bool:
+        """Whether what noise leaves as it is differs between answers to inputs of the same shapes."""
+        return any(len(found) > 1 for found in self.rest.values())
 
     def varies(self) -> bool:
         return any(bool((values != values[0]).any()) for values in self.kept.values())
