@@ -248,7 +248,8 @@ def test_a_runtime_of_its_own_takes_any_inputs_and_the_threads_that_were_set(tmp
     assert threads == 2 and answers[0].shape == (4, 3)
 
 
-@pytest.mark.parametrize("made", ["model = functools.partial(Net().eval(), more={'scale': 2.0})", "model = Net().eval().called"], ids=["partial", "method"])
+@pytest.mark.parametrize("made", ["model = functools.partial(Net().eval(), more={'scale': 2.0})", "model = Net().eval().called", "model = Biased().eval()"],
+                         ids=["partial", "method", "attention with a bias that is computed"])
 def test_a_graph_is_made_of_what_is_no_module_and_answers_with_more_than_tensors(tmp_path: Path, made: str) -> None:
     for needed in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(needed) is None:
@@ -257,7 +258,12 @@ def test_a_graph_is_made_of_what_is_no_module_and_answers_with_more_than_tensors
     net = ("import functools\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
            "        self.linear = torch.nn.Linear(8, 3)\n    def forward(self, x, more):\n"
            "        return {'scores': self.linear(x) * more['scale'], 'task': 'classify', 'classes': 3}\n"
-           "    def called(self, x):\n        return self.forward(x, {'scale': 2.0})\n")
+           "    def called(self, x):\n        return self.forward(x, {'scale': 2.0})\n\n"
+           "class Biased(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.linear = torch.nn.Linear(8, 8)\n"
+           "        self.bias = torch.nn.Parameter(torch.zeros(1, 2, 4, 4))\n    def forward(self, x):\n"
+           "        given = self.linear(x).view(1, 4, 2, 4).transpose(1, 2)\n"
+           "        found = torch.nn.functional.scaled_dot_product_attention(given, given, given, attn_mask=self.bias + 0.0)\n"
+           "        return found.transpose(1, 2).reshape(4, -1)[:, :3]\n")
     code = Tried(Candidate.of([Part(module, module.Options())]), "kept", "").record(2).code
     _, answers = answered(tmp_path, f"{net}{made}\n{code}", WITH_GRADIENT)
     assert [tuple(one.shape) for one in answers] == [(4, 3)]

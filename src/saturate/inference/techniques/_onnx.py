@@ -199,7 +199,8 @@ class Tensors(torch.nn.Module):     # of what the model answers with: a graph ha
         self.called, self.training = called, False
     def forward(self, *inputs):
         return [x for x in tree_leaves(self.called(*inputs)) if torch.is_tensor(x)]
-torch.onnx.export(Tensors(model), inputs, dynamo=True, input_names=list(named(inputs))).save("model.onnx")     # dynamic_shapes= for sizes that vary
+with torch.no_grad():               # with gradients some attention is taken apart otherwise, and does not fit any more
+    torch.onnx.export(Tensors(model), inputs, dynamo=True, input_names=list(named(inputs))).save("model.onnx")     # dynamic_shapes= for sizes that vary
 """
 
 
