@@ -15,7 +15,7 @@ import pytest
 from saturate.inference import samples
 from saturate.inference.accuracy import Budget
 from saturate.inference.checking import controls, scored
-from saturate.inference.failures import CheckFailed
+from saturate.inference.failures import CheckFailed, WorkerFailed
 
 torch = pytest.importorskip("torch", reason="models need torch")
 
@@ -215,6 +215,15 @@ def test_a_random_model_or_check_is_known_by_its_spread():
     weak = lambda x: 5 * x + 2 * torch.sin(40 * x.sum(-1, keepdim=True) + torch.arange(4))      # noqa: E731
     assert any("other samples each time" in note for note in controls(subset, weak, Budget(0.4)).notes)
     assert any("scores the same answers differently" in note for note in controls(jittered, run, Budget(0.1)).notes)
+
+
+def test_what_a_candidate_raises_is_told_in_its_own_words():
+    """A check runs in the user's process, the model in another: the class that brings its error here is nobody's business."""
+    def refuses(x):
+        raise WorkerFailed("failed", "RuntimeError: sizes do not fit", alive=True)
+
+    problem = controls(right, refuses, Budget(0.02)).problem
+    assert problem is not None and problem.what == "the model failed on what the check gave it: RuntimeError: sizes do not fit"
 
 
 def test_a_check_of_texts_or_counts_beside_the_tensors_is_not_called_blind():

@@ -22,7 +22,7 @@ from typing import Any, Literal, TextIO
 
 from saturate.inference import samples, users_code
 from saturate.inference.accuracy import Budget, Scores, UnusableScores, compare, read
-from saturate.inference.failures import CheckFailed
+from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.samples import Overlap, Seen, overlap
 from saturate.report import tracebacks
 
@@ -124,7 +124,8 @@ def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, 
         raise recorder.interruption
     if recorder.failure is not None:        # also where the check caught it: such scores are of something else
         scores = None
-        problem = Problem("run", f"the model failed on what the check gave it: {_last_line(recorder.failure)}",
+        said = recorder.failure.reason if isinstance(recorder.failure, WorkerFailed) else _last_line(recorder.failure)
+        problem = Problem("run", f"the model failed on what the check gave it: {said}",
                           "call model(*batch) by itself on a batch of the check: it must work there first")
     elif problem is None and recorder.calls == 0:
         scores, problem = None, Problem("silent", "the check never called the function that it was given",
