@@ -54,6 +54,15 @@ def test_several_optimizers_make_one_step_of_ranks_too():
         assert (number, step.token, step.count, step.tokens) == (3, "S1", 1, tuple(update))
 
 
+@pytest.mark.parametrize("before", [[], ["S6", "S7"]])
+def test_a_step_does_not_end_in_the_middle_of_an_update(before):
+    """Pyro has an optimizer for each parameter: with eight, the 25th event made two repetitions of a step that ended with the sixth of
+    them. Two had not stepped at the first boundary, and "saturate itself failed: the samples are of different parameters"."""
+    update = ["B", *(f"S{number}" for number in range(8))]
+    number, step = found_at(itertools.chain([before] if before else [], itertools.repeat(update)), ranks=1)
+    assert step.tokens == tuple(update) and (step.token, number) == ("S7", 3 + bool(before))
+
+
 def test_alone_a_long_step_is_known_after_two():
     assert found_at(accumulating(12), ranks=1)[0] == 2 and found_at(accumulating(2, 3), ranks=1)[1].count == 2
 

@@ -64,7 +64,7 @@ def find(tokens: list[str], ranks: int = 1) -> Step | None:
     if ranks > 1:
         return _of_a_rank(tokens)
     found = period(tokens, 3) or (period(tokens, 2) if len(tokens) > 24 else None)
-    if found is None or found[-1] == "B":
+    if found is None or (found[0] != "B" and "B" in found):     # the middle of an update: some of its optimizers are still to step
         return None
     return Step(found[-1], found.count(found[-1]), found)
 
