@@ -174,6 +174,7 @@ def test_a_baseline_repeats_itself_but_for_rounding():
 
 @pytest.mark.parametrize("repetition, reason", [
     (changed("digests", 1, "another batch"), "had other data in update 1"),
+    (replace(BASE, samples=[row[:-1] for row in BASE.samples]), "had trained other tensors"),
     (changed("losses", 0, [2.2, 2.2]), "its first updates are others"),
     (changed("losses", 1, [2.2, 2.2]), "its first updates are others"),
     (changed("grad_norms", 0, 1.05 * BASE.grad_norms[0]), "its first updates are others"),

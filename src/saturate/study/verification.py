@@ -176,11 +176,11 @@ class Verifier:
                 return Verified(True, "bit-identical to the baseline, as far as that repeats itself", [])
             if self._repeats_bits(baseline):
                 return Verified(False, "declared exact, but not bit-identical to the baseline, which repeats itself exactly")
-        found = self._compare(techniques, rounding, aligned=False)
         self.refusal = unrepeatable(baseline, self.series(Run(self.reference, repetition=1)))
         if self.refusal is not None:
             self.bench.store.set_answer("informative", [self.refusal])
             return Verified(None, self.refusal)
+        found = self._compare(techniques, rounding, aligned=False)
         if not found.passed and numerics not in ("exact", "reordering"):
             found = self._as_stream(techniques, rounding, found.reason)
         return Verified(found.passed, found.reason, [msgspec.structs.replace(c, subject=subject) for c in found.curves])

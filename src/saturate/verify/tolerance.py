@@ -265,7 +265,9 @@ def unrepeatable(baseline: Series, repetition: Series) -> str | None:
     for k, (expected, found) in enumerate(zip(baseline.digests[:FIRST_ACTING], repetition.digests)):
         if expected and found and expected != found:
             return f"the script does not repeat itself: a second run of it had other data in update {k}; {help}"
-    if len(repetition) <= FIRST_ACTING or len(repetition.samples[0]) != len(baseline.samples[0]):
+    if repetition.samples and baseline.samples and len(repetition.samples[0]) != len(baseline.samples[0]):
+        return f"the script does not repeat itself: a second run of it had trained other tensors by its first update; {help}"
+    if len(repetition) <= FIRST_ACTING:
         return None                 # not comparable; whoever compares says why
     if _starts_otherwise(baseline, repetition):
         return f"the script does not repeat itself: its first updates are others in a second run; {help}"
