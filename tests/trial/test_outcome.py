@@ -330,3 +330,14 @@ def test_an_agent_that_failed_is_told_of_by_the_first_line_of_its_exception() ->
     finally:
         server.close()
     assert str(failed.value) == "torch.AcceleratorError: CUDA error: out of memory"
+
+
+@pytest.mark.parametrize(("below", "reason"), [
+    ("Expected value to be within the support (Simplex()), but found:\ntensor([[0.1, 0.2]])\n",
+     "ValueError: Error at site 'topics': Expected value to be within the support (Simplex()), but found:"),
+    ("\nDuring handling of the above exception, another exception occurred:\n", "ValueError: Error at site 'topics':"),
+    ("", "ValueError: Error at site 'topics':"),
+])
+def test_an_exception_whose_first_line_ends_with_a_colon_is_told_with_the_next(below: str, reason: str) -> None:
+    """Seen: a technique that failed with "ValueError: Error while computing log_prob at site 'doc_topics':"."""
+    assert outcome.exception_line(f"{_RAISED}ValueError: Error at site 'topics':\n{below}") == reason

@@ -380,8 +380,16 @@ def _exceptions(log: str) -> list[tuple[str, str, str]]:
             if text.startswith(_COMPILERS):
                 below = (more for other, more in lines[number + 1:] if other == rank)
                 said += _compilers_reason(said, "\n".join(itertools.takewhile(lambda more: _TRACEBACK not in more, below)))
+            elif said.endswith(":") and ": " in said:       # what it is about stands below
+                said += _next_line([more for other, more in lines[number + 1:] if other == rank])
             found.append((rank, exception.group(1).rpartition(".")[2], said))
     return found
+
+
+def _next_line(below: list[str]) -> str:
+    """What goes on behind a colon; "" where something else begins, or a list of things that are set in."""
+    line = below[0].rstrip() if below else ""
+    return f" {line[:_MOST_MET]}" if line and not line[0].isspace() and _TRACEBACK not in line and line not in _CHAINS else ""
 
 
 def _of_rank(line: str) -> tuple[str, str]:
