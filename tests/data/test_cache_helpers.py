@@ -506,9 +506,10 @@ def test_of_a_process_that_takes_long_to_fork_there_are_few(root, context, helpe
     real = os.fork
 
     def slow():
-        time.sleep(cache_helpers.MOST_FORKING_S * 0.3)      # twice for each
+        time.sleep(0.6)         # twice for each
         return real()
 
+    monkeypatch.setattr(cache_helpers, "MOST_FORKING_S", 2.0)       # a machine that is busy itself takes some of it
     of = loader(cases.Files(root))
     iterator = iter(of)
     monkeypatch.setattr(cache_helpers, "usable_cpus", lambda: 16)

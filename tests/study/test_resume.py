@@ -26,7 +26,7 @@ from saturate.study.candidates import Candidate
 from saturate.study.state import Request
 from saturate.study.store import NAME, Store
 from saturate.techniques import _registry
-from saturate.trial import layers, process
+from saturate.trial import layers, supervised
 from saturate.trial.process import Workload
 
 OPTIONS = ("--only", "fused-optimizer")
@@ -217,7 +217,7 @@ def test_a_trial_that_cannot_be_started_leaves_nothing(bench, tmp_path, monkeypa
     made = bench()
     made.start("the cage is rehearsed in a process, too", ()).stop()
     before = {path for path in tmp_path.rglob("*") if path.parent.name != "trackers"}
-    monkeypatch.setattr(process.subprocess, "Popen", refused)
+    monkeypatch.setattr(supervised.subprocess, "Popen", refused)
     with pytest.raises(BlockingIOError):
         made.start("anything", ())
     left = {path.name for path in tmp_path.rglob("*") if path not in before and path.is_file()}

@@ -35,6 +35,7 @@ from saturate.records.facts import (  # noqa: E402
 )
 from saturate.techniques import (  # noqa: E402
     _common,
+    _passes_with_workers,
     allocator,
     cpu_threads,
     ddp_options,
@@ -732,7 +733,7 @@ def test_a_pass_that_began_before_the_technique_was_taken_back_goes_on():
 
 
 def test_without_looking_passes_would_go_wrong(monkeypatch):
-    monkeypatch.setattr(loader_workers, "_keep_passes", lambda *_: None)
+    monkeypatch.setattr(_passes_with_workers, "_keep_passes", lambda *_: None)
     for script in (_zipped, _nested, _curriculum):
         plain, changed = _passes(script, own=2)
         assert changed != plain
