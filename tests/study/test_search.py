@@ -558,6 +558,8 @@ def test_behind_the_deadline_what_is_certain_is_added_at_once_if_two_last_pairs_
         walk._screen = late     # type: ignore[method-assign]
         walk.run()
         assert {c.id for c in walk.kept} == kept, "the best is certain, and is verified in any case"
+        gains = [walk.fates[name].gain for name in ("one", "two")]
+        assert gains == pytest.approx([1 / 0.95 - 1, 1 / 0.93 - 1]), "each its own, not what both gave"
 
 
 def test_every_technique_has_a_turn_before_any_has_a_second() -> None:

@@ -209,7 +209,10 @@ class Standing:
         self.stairs.append((added, result))
         self.verified.update(candidate.id for candidate in added)
         for candidate in added:
-            self.fates[candidate.id] = Fate("kept", f"{reason}; {verified.reason}", candidate, result.gain, result.gain_ci)
+            # What several gave together is no gain of one that has shown its own.
+            own = self.screened.get(candidate.id) if alone is None else None
+            of = own if own is not None and own.decision.verdict == "faster" else result
+            self.fates[candidate.id] = Fate("kept", f"{reason}; {verified.reason}", candidate, of.gain, of.gain_ci)
         self.tell_kept()
         return True
 
