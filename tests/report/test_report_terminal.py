@@ -107,7 +107,7 @@ def test_break_even():
         ("empty", "Undecided", "saturate tune --"),
         ("fits", "Fits, verified", "saturate run .saturate/recipe.toml"),
         ("fits_unverified", "Fits, not compared with the baseline", "saturate run .saturate/recipe.toml"),
-        ("too_big", "Does not fit: the baseline stays at 212.4 ms/step", "saturate fit --memory 4294967296 -- python train.py"),
+        ("too_big", "Does not fit: the baseline stays at 212.4 ms/step", "saturate fit --memory 4GiB -- python train.py"),
     ],
 )
 def test_every_outcome_has_its_own_first_and_last_line(name, first, last):
@@ -212,7 +212,7 @@ def test_a_budget_that_would_do_is_in_the_command_to_type():
 
 def test_what_does_not_fit_is_searched_with_the_same_options():
     record = msgspec.structs.replace(studies.too_big(), options=["--only", "compile", "--fit", "4294967296", "--step", "backward:4", "--dir", "/data/st"])
-    assert words.next_command(record).startswith("saturate fit --memory 4294967296 --step backward:4 --dir /data/st -- python train.py")
+    assert words.next_command(record).startswith("saturate fit --memory 4GiB --step backward:4 --dir /data/st -- python train.py")
     late = msgspec.structs.replace(record, options=["--fit", "4294967296", "--budget", "2m"])
     assert words.next_command(late).startswith("saturate tune --fit 4294967296 --budget 2m -- python train.py")
 

@@ -25,6 +25,18 @@ def parse(text: str) -> int:
     return int(size)
 
 
+def exact(size_bytes: int) -> str:
+    """To the byte, as `parse` reads it: in the largest unit of which it is a whole number.
+
+    >>> exact(2 * 2**30), exact(700 * 2**20), exact(700_000_001)
+    ('2GiB', '700MiB', '700000001')
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size_bytes and size_bytes % _UNITS[unit.upper()] == 0:
+            return f"{size_bytes // _UNITS[unit.upper()]}{unit}"
+    return str(size_bytes)
+
+
 def show(size_bytes: float) -> str:
     """To three digits or so.
 

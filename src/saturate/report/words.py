@@ -375,4 +375,4 @@ def _options_of_fit(record: StudyRecord) -> list[str]:
     limit = record.result.limit_bytes
     given = dict(zip(record.options[::2], record.options[1::2]))
     same = [word for name in ("--step", "--dir") if name in given for word in (name, given[name])]
-    return [*(["--memory", str(limit)] if limit is not None else []), *same]
+    return [*(["--memory", sizes.exact(limit)] if limit is not None else []), *same]

@@ -62,7 +62,7 @@ class Asked:
     def options(self) -> list[str]:
         """What makes `fit` ask the same question again, as words of a command line; how long it may take is left out."""
         given = {
-            "--memory": str(self.memory_bytes) if self.memory_bytes is not None else None,     # exact: a rounded one may be more
+            "--memory": sizes.exact(self.memory_bytes) if self.memory_bytes is not None else None,     # a rounded one may be more
             "--target": self.target if self.target != Asked.target else None,
             "--max": str(self.most) if self.most is not None else None,
         }

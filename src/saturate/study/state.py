@@ -17,6 +17,7 @@ from typing import Any
 import saturate
 from saturate.errors import SaturateError
 from saturate.machine import fingerprint
+from saturate.records import sizes
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study.racing import Racer, Result
@@ -63,7 +64,7 @@ class Request:
             "--skip": ",".join(sorted(self.skip)) or None,
             "--allow": "convergence" if self.allow_convergence else None,
             "--threshold": repr(self.threshold) if self.threshold != Request.threshold else None,
-            "--fit": str(self.limit_bytes) if self.limit_bytes else None,
+            "--fit": sizes.exact(self.limit_bytes) if self.limit_bytes else None,
             "--step": self.step,
             "--race": self.race_mode if self.race_mode != Request.race_mode else None,
             "--dir": str(self.directory) if self.directory != self.cwd / ".saturate" else None,
