@@ -51,7 +51,7 @@ def _header(found: Fit) -> Markup:
         "header",
         tag("p", tag("b", "saturate"), " fit: ", tag("code", words.one_line(" ".join(found.command))), class_="brand"),
         tag("h1", words.capital(say.title(found))),
-        tag("p", lede, class_="lede"),
+        tag("p", words.capital(lede), class_="lede"),
         facts(pairs),
         tag("ul", *(tag("li", words.capital(text) + ".") for text in found.advice), class_="notes") if found.advice else "",
         class_="win" if found.verdict == "fits" else None,
