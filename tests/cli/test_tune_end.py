@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from saturate.cli import main
+from saturate.cli import tune as verb
 from saturate.records.result import SCHEMA, TuneResult
 from saturate.study import tune
 
@@ -63,3 +64,9 @@ def test_the_object_of_a_tune_that_could_not_begin_is_like_any_other(monkeypatch
     shown = json.loads(capsys.readouterr().out)
     assert shown["command"] == ["true", "caf?"]
     assert msgspec.to_builtins(msgspec.convert(shown, TuneResult)) == shown and shown["schema"] == SCHEMA
+
+
+def test_an_interrupted_tune_names_its_recipe_only_where_something_is_kept() -> None:
+    kept = studies.big_win().result
+    nothing = msgspec.structs.replace(kept, techniques=[one for one in kept.techniques if one.fate != "kept"])
+    assert verb._stands(kept) == f"best so far: {kept.recipe}" and verb._stands(nothing) == "nothing is kept so far"

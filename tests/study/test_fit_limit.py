@@ -40,7 +40,7 @@ class Net(nn.Module):
         if not getattr(self, "lean", False) and "ballast" not in globals():
             starve
             ballast = bytearray({BALLAST})
-        time.sleep(0.012 if getattr(self, "lean", False) else 0.010)
+        time.sleep(0.016 if getattr(self, "lean", False) else 0.010)
         return self.b(torch.tanh(self.a(x)))
 
 model = Net()
@@ -145,7 +145,7 @@ def test_a_set_that_trains_otherwise_gives_way(tune, peak_bytes: int) -> None:
 def test_a_baseline_that_fits_stays_the_measure(tune, peak_bytes: int) -> None:
     result = tune(["eats_less", "waits_less", "eats_more"], "--fit", str(peak_bytes + BALLAST))
     fates = result["by_id"]
-    assert fates["waits-less"]["fate"] == "kept" and fates["eats-less"]["fate"] in ("slower", "no_difference"), result["stderr"]   # steps of 3 ms scatter
+    assert fates["waits-less"]["fate"] == "kept" and fates["eats-less"]["fate"] == "slower", result["stderr"]
     assert fates["eats-more"]["fate"] == "failed" and "over limit" in fates["eats-more"]["reason"]
     assert result["fits"] is True and result["baseline_peak_bytes"] <= result["limit_bytes"]
 

@@ -424,7 +424,7 @@ def _target(path: str) -> Target:
     try:
         return Target(path)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in _NO_ROOM:
             raise
         raise Unsuitable(str(error)) from error
 

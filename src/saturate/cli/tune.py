@@ -53,9 +53,7 @@ def execute(arguments: argparse.Namespace) -> int:
         if record is None:
             return False
         show(record.result)
-        kept = any(technique.fate == "kept" for technique in record.result.techniques)
-        best = f"best so far: {record.result.recipe}" if kept else "nothing is kept so far"
-        tell(f"{best}; the same command goes on from here\n")
+        tell(f"{_stands(record.result)}; the same command goes on from here\n")
         return True
 
     with answered(show_nothing, so_far):
@@ -81,6 +79,12 @@ def execute(arguments: argparse.Namespace) -> int:
         show_log(found)
         raise found
     return 0
+
+
+def _stands(result: TuneResult) -> str:
+    """What a study that was interrupted has so far: its recipe is there from the first moment on, and empty as long as nothing is kept."""
+    kept = any(technique.fate == "kept" for technique in result.techniques)
+    return f"best so far: {result.recipe}" if kept else "nothing is kept so far"
 
 
 def _nothing(command: list[str], reason: str) -> dict[str, Any]:

@@ -211,8 +211,8 @@ class Standing:
         for candidate in added:
             # What several gave together is no gain of one that has shown its own.
             own = self.screened.get(candidate.id) if alone is None else None
-            of = own if own is not None and own.decision.verdict == "faster" else result
-            self.fates[candidate.id] = Fate("kept", f"{reason}; {verified.reason}", candidate, of.gain, of.gain_ci)
+            shown = own if own is not None and own.decision.verdict == "faster" else result
+            self.fates[candidate.id] = Fate("kept", f"{reason}; {verified.reason}", candidate, shown.gain, shown.gain_ci)
         self.tell_kept()
         return True
 

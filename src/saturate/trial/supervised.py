@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from saturate.trial import tree
+from saturate.trial.launch import PACKAGE
 
 #: In the command's folder, until the supervisor has read it: what it starts, with the user's environment.
 ORDER = "supervise.json"
-
-_PACKAGE = Path(__file__).resolve().parent.parent
 
 #: How long a supervisor may take to kill its tree.
 _KILLING_S = 15.0
@@ -29,9 +28,9 @@ def start(folder: Path, order: dict[str, Any], pass_fds: Sequence[int] = ()) -> 
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump({**order, "import_root": str(_PACKAGE.parent)}, file)
+            json.dump({**order, "import_root": str(PACKAGE.parent)}, file)
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_PACKAGE / "trial" / "supervise.py"), str(path)],
+            [sys.executable, "-I", "-S", str(PACKAGE / "trial" / "supervise.py"), str(path)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=pass_fds, start_new_session=True,
         )
     except BaseException:
