@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -212,8 +213,9 @@ def test_a_race_that_time_ended_is_judged_by_the_level_of_a_whole_pair():
     assert result.record.rounds == 6 and result.decision.estimate.confidence == race.look_confidence(1)
 
 
-def test_beyond_the_deadline_two_long_rounds_must_do(monkeypatch):
-    """Blocks of 24 steps of 0.7 s: a budget of 4 minutes was used up twice over."""
+@pytest.mark.parametrize(("mode", "half_time"), [("concurrent", 4), ("alternate", 3)])
+def test_beyond_the_deadline_two_long_rounds_must_do(mode, half_time, monkeypatch):
+    """Blocks of 24 steps of 0.7 s: a budget of 4 minutes was used up twice over; one process at a time, eight times over."""
     clock = [0.0]
     monkeypatch.setattr(racing.time, "monotonic", lambda: clock[0])
 
@@ -222,9 +224,9 @@ def test_beyond_the_deadline_two_long_rounds_must_do(monkeypatch):
             clock[0] += round_s / 2
             return super().run_block(skip, steps, cpus)
 
-    for round_s, deadline, rounds in ((32.0, 40.0, 2), (32.0, 100.0, 4), (1.0, 2.5, 6), (32.0, 0.0, 2)):
+    for round_s, deadline, rounds in ((32.0, 40.0, 2), (32.0, 100.0, half_time), (1.0, 2.5, 6), (32.0, 0.0, 2)):
         bench = Bench(process=Slow)
-        result = in_whole_blocks(bench).run("q", (), (), Limits(max_pairs=1, min_rounds=6, max_rounds=6), clock[0] + deadline)
+        result = in_whole_blocks(bench, mode).run("q", (), (), Limits(max_pairs=1, min_rounds=6, max_rounds=6), clock[0] + deadline)
         assert result.record.rounds == rounds, (round_s, deadline)
 
 
@@ -235,8 +237,27 @@ def test_a_shared_process_that_runs_out_is_replaced_and_its_single_round_forgott
     assert result.record.rounds == 4 and len(result.pairs) == 1
 
 
-def test_rounds_of_a_script_that_ended_count():
-    assert run(Bench(blocks=[3])).record.rounds == 3
+@pytest.mark.parametrize("mode", ["concurrent", "alternate"])
+def test_rounds_of_a_script_that_ended_count(mode):
+    assert in_whole_blocks(Bench(blocks=[3]), mode).run("q", (), (), ONE_PAIR, time.monotonic() + 60).record.rounds == 3
+
+
+@pytest.mark.parametrize("mode", ["concurrent", "alternate"])
+@pytest.mark.parametrize(("losses", "kind"), [([0.7, 0.5], "diverged"), ([0.5, 0.5], "trains_otherwise")])
+def test_what_diverges_with_a_seed_of_its_own_may_do_so_by_chance(mode, losses, kind):
+    class Diverging(Process):
+        def run_block(self, skip, steps, cpus=()):
+            return replace(super().run_block(skip, steps, cpus), sample=[math.nan if self.techniques else 1.0])
+
+    class Unseeded(Bench):
+        def live(self, purpose, techniques):
+            found = super().live(purpose, techniques)
+            found.trial.techniques, found.trial.losses = techniques, [[losses[bool(techniques)]]]
+            return found
+
+    with pytest.raises(TrialEnded) as ended:
+        in_whole_blocks(Unseeded(process=Diverging), mode).run("q", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60)
+    assert (ended.value.outcome.kind, ended.value.side) == (kind, "b")
 
 
 def test_a_script_too_short_for_a_race_leaves_it_open_and_ends_nothing():

@@ -38,6 +38,9 @@ PRIOR_PAIRS = 6
 SMALL_CLAIM = log1p(0.05)
 FEWEST_PAIRS = 3
 
+#: The scatter of so many rounds is known well enough. Only a race that the budget or the script ends has fewer.
+FEW_ROUNDS = 4
+
 #: Nominal levels that keep the level of the whole sequence at 5 % with 1, 2, ... looks (Pocock, Biometrika 64, 1977).
 POCOCK = (0.05, 0.0294, 0.0221, 0.0182, 0.0158, 0.0142, 0.0130, 0.0120, 0.0112, 0.0106)
 
@@ -86,8 +89,14 @@ class Decision:
 
 @lru_cache(maxsize=1024)
 def _pair(rounds: tuple[float, ...]) -> tuple[float, float]:
-    """Median of one pair and its standard error; cached, because finished pairs are looked at again and again."""
-    return median(rounds), median_se(rounds)
+    """Median of one pair and its standard error; cached, because finished pairs are looked at again and again.
+
+    How far two or three rounds scatter hardly shows how far they may: two that agree by chance would claim anything. Their error
+    is as much wider as Student's t of so few is than that of `PRIOR_PAIRS`, which `estimate` allows for.
+    """
+    n = len(rounds)
+    few = t_quantile(0.975, n - 1) / t_quantile(0.975, PRIOR_PAIRS) if n < FEW_ROUNDS else 1.0
+    return median(rounds), few * median_se(rounds)
 
 
 def estimate(pairs: Pairs, between_sd: float = PRIOR_BETWEEN_SD, confidence: float = 0.95) -> Estimate:

@@ -73,11 +73,15 @@ class Pair:
         now = time.monotonic()
         rounds, ran_s = len(self.ratios), now - self.running
         if rounds < self.limits.min_rounds:
-            # Beyond the deadline two that take long must do: what they show is uncertain, and says so.
-            return now < self.deadline or rounds < LEAST_ROUNDS or ran_s < LONG_ROUND_S * rounds
+            return self.takes_more(rounds, ran_s, self.deadline)
         # Rounds that scatter are repeated for as long as it took to start the pair: a fresh one would cost as much.
         most = self.limits.max_rounds if ran_s >= self.running - self.asked else max(self.limits.max_rounds, MOST_ROUNDS)
         return now < self.deadline and self.undecided(replace(self.limits, max_rounds=most))
+
+    def takes_more(self, rounds: int, ran_s: float, until: float) -> bool:
+        """Whether so many rounds, which ran for so long, are too few. Beyond `until` two that take long must do: what they show is
+        uncertain, and says so."""
+        return time.monotonic() < until or rounds < LEAST_ROUNDS or (rounds < self.limits.min_rounds and ran_s < LONG_ROUND_S * rounds)
 
 
 def work_question(question: str, pair: int) -> str:

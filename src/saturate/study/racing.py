@@ -332,28 +332,43 @@ class Racer:
 
     def _alternate(self, a: Set, b: Set, pair: Pair, first: str = "") -> None:
         order = (("a", a), ("b", b)) if (first or "ab"[pair.number % 2]) == "a" else (("b", b), ("a", a))
-        blocks = {side: self._blocks_alone(side, techniques, pair.number) for side, techniques in order}
+        lives: dict[str, Live] = {}
+        blocks: dict[str, list[Block]] = {}
+        most, until = ALTERNATE_ROUNDS, (time.monotonic() + pair.deadline) / 2        # the other half is for the other one
+        for side, techniques in order:
+            lives[side] = on_side(side, partial(self.bench.live, f"race {side.upper()} alone", techniques))
+            blocks[side] = self._blocks_alone(side, lives[side], pair, most, until)
+            most, until = len(blocks[side]), pair.deadline
         if b:
-            believe(blocks, self.warm_ups, a, b)
+            believe(blocks, self.warm_ups, a, b, begin_alike(lives["a"], lives["b"]))
         for of_a, of_b in zip(blocks["a"], blocks["b"]):
             pair.keep(*means_ms(of_a, of_b))
 
-    def _blocks_alone(self, side: str, techniques: Set, number: int) -> list[Block]:
-        live = on_side(side, lambda: self.bench.live(f"race {side.upper()} alone", techniques))
+    def _blocks_alone(self, side: str, live: Live, pair: Pair, most: int, until: float) -> list[Block]:
+        """At most so many, and fewer where the time is over, or the script. Ends the process."""
+        found: list[Block] = []
 
-        def blocks(loader_bound: bool) -> list[Block]:
+        def run(loader_bound: bool) -> None:
             skip, steps = block_size(live, live, loader_bound)
-            draw = random.Random(number)        # the n-th blocks of both sides skip as many
-            return [on_side(side, partial(run_block, live, skip + skipped_too(steps, draw), steps)) for _ in range(ALTERNATE_ROUNDS)]
+            draw = random.Random(pair.number)       # the n-th blocks of both sides skip as many
+            found.clear()
+            began = time.monotonic()
+            while len(found) < most and pair.takes_more(len(found), time.monotonic() - began, until):
+                found.append(on_side(side, partial(run_block, live, skip + skipped_too(steps, draw), steps)))
 
         try:
             before = falls_behind(live)
-            found = blocks(before)
-            found = blocks(True) if falls_behind(live) and not before else found
+            run(before)
+            if falls_behind(live) and not before:
+                run(True)
             on_side(side, partial(self.bench.prove_still, live))
-            return found
+        except TrialEnded as ended:
+            # As with two at once: a short script that simply ends is not a failure.
+            if ended.outcome.kind != "too_short" or len(found) < LEAST_ROUNDS:
+                raise
         finally:
             self.bench.finish_live(live)
+        return found
 
     def _result(self, question: str, a: Set, b: Set, decision: Decision, pairs: list[list[float]],
                 times: list[tuple[float, float]], work: list[tuple[KernelWork, KernelWork]]) -> Result:
