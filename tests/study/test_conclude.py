@@ -128,6 +128,8 @@ def test_a_last_race_beside_other_programs_says_so(a_ms, low, note, gain, monkey
     study = SimpleNamespace(search=search, starved="", notes=[], say=lambda line: None, store=SimpleNamespace(answer=lambda question: None))
     tune._confirm(study, SimpleNamespace(bench=None), math.inf)
     assert study.final.gain == pytest.approx(gain) and search.fates["one"].gain == pytest.approx(gain)
+    told = [result.a_ms for result in (*search.results, study.final)]
+    assert a_ms in told, "a race that was not believed is on record all the same"
     assert [one.endswith(note) and "took 244.0 ms there" in one and "17.0 ms" in one for one in study.notes] == [True] * bool(note)
 
 
@@ -152,6 +154,27 @@ def test_a_final_race_that_the_budget_ends_takes_nothing_back(alone, monkeypatch
         assert study.final is found and search.kept == kept and "the budget had ended" in study.notes[0]
     else:
         assert search.kept == () and {fate.fate for fate in search.fates.values()} == {"inconclusive"} and "was not confirmed" in study.notes[0]
+
+
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize(("kind", "says_nothing"), [("too_short", True), ("not_in_time", True), ("crashed", False), ("trains_otherwise", False)])
+def test_what_was_needed_to_fit_stays_where_the_last_race_does_not_end(added, kind, says_nothing, monkeypatch):
+    """The recipe was empty, for a training that does not fit without it; and what had verified was called rejected."""
+    def race(racer, before, kept, end, say):
+        ended = TrialEnded(Outcome(kind, "for a test"))
+        ended.side = "b"
+        raise ended
+
+    monkeypatch.setattr(tune, "_final_race", race)
+    needed, fast = (SimpleNamespace(id=name, label=lambda name=name: name, module=None, options_dict=dict) for name in ("needed", "fast"))
+    kept = (needed, fast) if added else (needed,)
+    search = Search({}, None, None, None, 0.0, print, kept=kept, base=(needed,), fates={one.id: Fate("kept", "", one, 0.1, (0.05, 0.2)) for one in kept})
+    study = SimpleNamespace(search=search, starved="", notes=[], deviated="", say=lambda line: None, store=SimpleNamespace(answer=lambda question: None))
+    tune._confirm(study, SimpleNamespace(bench=None), math.inf)
+    stays = added or says_nothing
+    assert search.kept == ((needed,) if stays else ()) and (search.fates["needed"].fate == "kept") is stays
+    assert study.deviated == ("" if stays or kind != "trains_otherwise" else "trains otherwise: for a test")
+    assert not added or search.fates["fast"].fate != "kept"
 
 
 def test_a_report_is_there_whole_or_not_at_all(tmp_path, monkeypatch):

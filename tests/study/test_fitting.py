@@ -14,10 +14,11 @@ from saturate.records.facts import Facts
 from saturate.records.result import RaceRecord
 from saturate.study.bench import Bench
 from saturate.study.candidates import key
-from saturate.study.fitting import Fitting
+from saturate.study.fitting import Fitting, let_go
 from saturate.study.peaks import Peaks
 from saturate.study.racing import Result
 from saturate.study.search import Search
+from saturate.study.standing import CannotVerify, LimitPassed
 from saturate.study.verification import Verified
 from saturate.techniques._api import Eligible, Ineligible, Technique, Touch
 from saturate.trial.outcome import Outcome
@@ -225,6 +226,61 @@ def test_of_a_pair_the_one_to_blame_is_rejected() -> None:
     assert Fitting(found).find() is None
     assert ids(found.base) == ["checkpointing", "eight"]
     assert found.fates["offload"].fate == "rejected_numerics" and found.fates["checkpointing"].fate == "kept"
+
+
+def test_what_keeps_the_limit_and_cannot_be_taken_is_told_apart_from_what_does_not_keep_it() -> None:
+    """ "Nothing keeps the limit, the least was 8.00 GiB with fast", where another one had kept it."""
+    world = World(EFFECTS, limit=6.0, wrong=frozenset({"eight"}))
+    fitter = Fitting(search(world, EIGHT, FAST))
+    assert fitter.find() == ("nothing that can be taken keeps the limit of 6.00 GiB: the baseline needs 8.00 GiB; "
+                             "eight kept it with 6.00 GiB, but eight: eight deviates")
+    assert fitter.unfit and not fitter.out_of_time
+
+
+def test_where_nothing_can_be_compared_nobody_says_that_nothing_fits() -> None:
+    world = World(EFFECTS, limit=6.0)
+
+    def verify(techniques: Any) -> Verified:
+        world.refusal = "the baseline does not repeat itself"
+        return Verified(None, world.refusal)
+
+    world.verify = verify       # type: ignore[method-assign]
+    with pytest.raises(CannotVerify, match="does not repeat itself"):
+        Fitting(search(world, EIGHT, CHECKPOINTING, FAST)).find()
+
+
+@dataclass
+class Growing(World):
+    """Needs 0.1 GiB more from this start on."""
+
+    grows_at: float = math.inf
+
+    def numbers(self, techniques: Any) -> tuple[float, float]:
+        need, step = super().numbers(techniques)
+        return need + (0.1 if [c.id for c in techniques] == ["eight"] and len(self.started) >= self.grows_at else 0.0), step
+
+
+@pytest.mark.parametrize("others", [(CHECKPOINTING,), ()])
+def test_what_passes_the_limit_in_its_race_is_replaced(others: tuple[types.ModuleType, ...]) -> None:
+    """Its peak was within the limit by the margin in the first trial, and beyond it in the next: "the command failed"."""
+    world = Growing(EFFECTS, limit=6.0, grows_at=3 + len(others))
+    found = search(world, EIGHT, *others)
+    fitter = Fitting(found)
+    why = fitter.find()
+    assert ids(found.base) == [module.__name__ for module in others]
+    assert found.fates["eight"].fate == "failed" and "in a later run" in found.fates["eight"].reason
+    assert why is None if others else "eight kept it with 6.10 GiB, but eight: it needs 6.10 GiB, the limit is 6.00 GiB in a later run" in str(why)
+
+
+def test_what_passes_the_limit_in_the_search_ends_it_by_name() -> None:
+    world = Growing(EFFECTS, limit=6.0, grows_at=4)
+    found = search(world, EIGHT, FAST)
+    assert Fitting(found).find() is None and ids(found.base) == ["eight"]
+    with pytest.raises(LimitPassed, match="needs 6.10 GiB") as passed:
+        found.run()
+    said = let_go(found, str(passed.value))
+    assert said.startswith("eight kept the limit at first, and not in a later run: needs 6.10 GiB") and "--fit" in said
+    assert found.kept == () and found.fates["eight"].fate == "failed"
 
 
 def test_a_technique_that_fails_otherwise_is_left_out() -> None:

@@ -15,6 +15,7 @@ from saturate.measure import race
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study import combining, tune
+from saturate.study.candidates import names
 from saturate.study.fates import UNCHECKED, leads
 from saturate.study.race_pair import KernelWork
 from saturate.study.racing import SCREEN, Result
@@ -315,6 +316,28 @@ def test_a_pair_joins_for_a_large_gain_that_was_promised_and_verifies(case: dict
     assert ("screen small and warm with baseline" in world.asked) == (case.get("promised", 1.8) == 1.8)
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_pair_that_does_not_verify_blames_neither_of_its_members(ended: bool) -> None:
+    """Its partner changes the training, and was never verified by itself: the one that was promised a gain was rejected for it."""
+    world = Together({"small": (1.0, 0.0), "warm": (0.99, 0.0)}, None, wrong=frozenset({"warm"}), factor=0.75)
+    world.may_be_crowded = lambda ended: False      # type: ignore[attr-defined]
+    walk = search(world, SMALL, WARM)
+    walk.findings = (promise(1.8),)
+    known = world.verify
+
+    def verify(techniques: Any) -> Verified:
+        walk.deadline = walk.end = -math.inf        # there is no time for another turn
+        if ended:
+            raise TrialEnded(Outcome("crashed", "warm deviates"))
+        return known(techniques)
+
+    world.verify = verify           # type: ignore[method-assign]
+    walk.run()
+    fate = walk.fates["small"]
+    assert walk.kept == () and fate.fate == "no_difference" and fate.gain == pytest.approx(0.0, abs=0.02), "what it gave alone"
+    assert "with warm" in fate.reason and "warm deviates" in fate.reason and "small" not in walk.verified
+
+
 def test_what_seems_to_give_much_by_itself_has_its_own_race_first() -> None:
     world = Noisy({"small": (0.8, 0.0), "warm": (0.99, 0.0)}, None, misread={"small": 0.2})
     walk = search(world, SMALL, WARM)
@@ -365,6 +388,25 @@ def test_where_there_is_time_for_one_race_more_all_that_is_left_is_raced_at_once
     assert {"one", "two"} <= {c.id for c in walk.kept}
     assert [c.id for c in walk.stairs[0][0]] == ["one", "two"]
     assert "in the final set" in walk.fates["one"].reason, "with time left, each of them has to earn its place"
+
+
+def test_what_several_gave_together_is_no_gain_of_one() -> None:
+    """Both had what they gave together for their own gain, where the time did not do to drop either again."""
+    world = World({"one": (0.97, 0.0), "two": (0.96, 0.0)}, None)
+    walk = search(world, likely("one"), likely("two"))
+    walk.turn_s, walk.deadline = 1000.0, time.monotonic() + 1500.0
+    known = world.verify
+
+    def verify(techniques: Any) -> Verified:
+        walk.deadline = walk.end = -math.inf
+        return known(techniques)
+
+    world.verify = verify           # type: ignore[method-assign]
+    walk.run()
+    assert {c.id for c in walk.kept} == {"one", "two"}
+    for name in ("one", "two"):
+        fate = walk.fates[name]
+        assert (fate.fate, fate.gain, fate.gain_ci) == ("kept", None, None) and "for one + two together" in fate.reason
 
 
 def test_what_is_certain_joins_before_the_rest_is_raced_at_once() -> None:
@@ -704,9 +746,10 @@ def walked(world: World, *modules: types.ModuleType) -> Any:
 def test_what_the_final_set_does_not_need_is_dropped() -> None:
     """Together they take the time of one: what `small` gave alone, `warm` gives as well."""
     world, verified = Together({"small": (0.8, 0.0), "warm": (0.75, 0.0)}, None, factor=1 / 0.8), []
-    world.verify = lambda techniques: verified.append(techniques) or Verified(True, "identical")       # type: ignore[method-assign]
+    world.verify = lambda techniques: verified.append(techniques) or Verified(True, "identical", [names(techniques)])  # type: ignore
     walk = walked(world, SMALL, WARM)
     assert [c.id for c in walk.kept] == ["warm"] and verified[-1] == walk.kept, "no set is kept that was not verified as it is"
+    assert walk.curves[-1] == "warm", "the report shows how that set trains"
     assert walk.fates["small"].fate == "no_difference" and walk.fates["small"].reason.endswith(", in the final set")
 
 

@@ -37,8 +37,9 @@ _SATURATE = """
 import sys
 from saturate.cli import main
 from saturate.measure.race import Limits
-from saturate.study import search, tune
-tune.AA = tune.FINAL = search.SCREEN = search.ADD = search.RETRY = Limits(max_pairs=1, min_rounds=2, max_rounds=3)
+from saturate.study import combining, search, standing, tune
+few = Limits(max_pairs=1, min_rounds=2, max_rounds=3)
+tune.AA = tune.FINAL = search.SCREEN = search.ADD = standing.ADD = standing.RETRY = combining.SCREEN = combining.ADD = few
 tune.MOST_FINAL_PAIRS = 1
 sys.exit(main.main(sys.argv[1:]))
 """

@@ -74,7 +74,6 @@ def try_pair(search: Standing, promised: Candidate, partner: Candidate) -> bool:
         return False
     if alone.decision.verdict != "faster" or alone.gain < LARGE:
         return False
-    search.fates[promised.id].gain, search.fates[promised.id].gain_ci = alone.gain, alone.gain_ci
     if not search.keep((promised,), together, alone, f"{alone.gain:+.1%} with {partner.id}"):
         return False
     search.stairs.insert(-1, ((partner,), search.screened[partner.id]))

@@ -19,6 +19,7 @@ from saturate.study.candidates import Candidate, Set, conflict, key, ordered
 from saturate.study.fates import FATES, Fate
 from saturate.study.racing import SCREEN
 from saturate.study.search import Search
+from saturate.study.standing import CannotVerify
 from saturate.trial.outcome import OUT_OF_MEMORY
 from saturate.trial.process import TrialEnded
 
@@ -49,18 +50,18 @@ class Fitting:
         self.search = search
         self.bench = search.racer.bench
         self.least: Probe | None = None         # the set that came nearest
-        self.rejected: set[str] = set()         # techniques that do not train like the baseline
+        self.rejected: set[str] = set()         # techniques that do not train like the baseline, or fit only now and then
+        self.unfit: list[str] = []              # of sets that kept the limit, why they are not taken
         self.out_of_time = False                # nothing was found, and the budget ended before everything was tried
 
     def find(self) -> str | None:
-        """Set `search.base` and `search.kept`; or say why no set that keeps the limit was found."""
+        """Set `search.base` and `search.kept`; or say why no set that keeps the limit was found. Raises CannotVerify."""
         variants = self.search.eligible()
         saving = [c for group in variants for c in group if self.search.saves_memory(c)]
         others = [group[0] for group in variants if not self.search.saves_memory(group[0])]
         probes = self._alone(saving)
         while (base := self._choose(probes, others)) is not None:
-            if self.bench.starved or self._trains_alike(base):
-                self._stand_on(base)
+            if (self.bench.starved or self._trains_alike(base)) and self._stand_on(base):
                 return None
         for identity, fate in self.search.fates.items():
             if fate.fate == "not_tried" and fate.candidate is not None:
@@ -90,14 +91,13 @@ class Fitting:
 
     def _probe(self, techniques: Set, added: Candidate) -> Probe | None:
         """None, and a fate for `added`, when the set fails for another reason than its memory."""
-        names = " + ".join(c.label() for c in techniques)
         question = f"probe {key(techniques)}"
         stored = self.bench.store.answer(question)
         if stored is not None:
             return self._seen(Probe(techniques, *stored[:2]), added, stored[2])
         step_ms, why = None, ""
         try:
-            live = self.bench.live(f"fit {names}", techniques)
+            live = self.bench.live(f"fit {_labels(techniques)}", techniques)
             step_ms = live.step_ms
             self.bench.finish_live(live)
         except TrialEnded as ended:
@@ -105,7 +105,7 @@ class Fitting:
             if kind != "over_limit" and kind not in OUT_OF_MEMORY:
                 self.rejected.add(added.id)
                 self.search.settle(added, FATES.get(kind, "failed"), why)
-                self.search.say(f"  {names}: {why}")
+                self.search.say(f"  {_labels(techniques)}: {why}")
                 return None
         probe = Probe(techniques, step_ms, self.bench.peaks.of(techniques))
         self.bench.store.set_answer(question, [probe.step_ms, probe.peak_bytes, why])
@@ -116,8 +116,7 @@ class Fitting:
             self.least = probe
         if len(probe.techniques) == 1:
             self.search.settle(added, "failed" if why else "not_tried", why or "it fits, but another set was faster by then")
-        names = " + ".join(c.label() for c in probe.techniques)
-        self.search.say(f"  {names}: " + (why or f"fits with {sizes.show(probe.need)}, step {probe.step_ms:.1f} ms"))
+        self.search.say(f"  {_labels(probe.techniques)}: " + (why or f"fits with {sizes.show(probe.need)}, step {probe.step_ms:.1f} ms"))
         return probe
 
     def _together(self, probes: list[Probe]) -> Set | None:
@@ -165,31 +164,47 @@ class Fitting:
         if not isinstance(verified, str) and verified.passed:
             search.curves += verified.curves
             return True
+        if search.verifier.refusal is not None:     # of any set
+            raise CannotVerify(search.verifier.refusal)
         blamed = base[-1]
         for member in base if len(base) > 1 else ():
             alone = search.verify((member,), member)
             if isinstance(alone, str) or not alone.passed:
                 blamed, verified = member, alone
                 break
-        self.rejected.add(blamed.id)
-        if not isinstance(verified, str):       # otherwise its fate is known: it failed
-            search.curves += verified.curves
-            fate = "rejected_numerics" if verified.passed is False else "inconclusive"
-            search.settle(blamed, fate, verified.reason if verified.passed is False else f"cannot verify: {verified.reason}")
-            search.say(f"  {blamed.label()}: {verified.reason}")
+        if isinstance(verified, str):           # its fate is known: it failed
+            self._reject(base, blamed, verified)
+            return False
+        search.curves += verified.curves
+        fate, reason = "inconclusive", f"cannot verify: {verified.reason}"
+        if verified.passed is False:
+            fate, reason = "rejected_numerics", verified.reason
+        search.settle(blamed, fate, reason)
+        search.say(f"  {blamed.label()}: {verified.reason}")
+        self._reject(base, blamed, reason)
         return False
 
-    def _stand_on(self, base: Set) -> None:
+    def _reject(self, base: Set, blamed: Candidate, reason: str) -> None:
+        """Take another set than this one, which kept the limit."""
+        self.rejected.add(blamed.id)
+        self.unfit.append(f"{_labels(base)} kept it with {sizes.show(self.bench.peaks.of(base) or 0)}, but {blamed.id}: {reason}")
+
+    def _stand_on(self, base: Set) -> bool:
+        """Whether it keeps the limit in a race as well: peaks of one program differ from run to run."""
         search = self.search
-        names = " + ".join(c.label() for c in base)
-        search.say(f"  {names} keeps the limit with {sizes.show(self.bench.peaks.of(base) or 0)}")
+        search.say(f"  {_labels(base)} keeps the limit with {sizes.show(self.bench.peaks.of(base) or 0)}")
         if not self.bench.starved:
-            search.fitted = search.race(f"fit {names}", (), base, SCREEN, base[:1], share_base=True)
+            search.fitted = search.race(f"fit {_labels(base)}", (), base, SCREEN, base[:1], share_base=True)
+            if too_much := self.bench.peaks.too_much(base):
+                search.settle(base[-1], "failed", f"over limit: {too_much} (in a later run)")
+                self._reject(base, base[-1], f"it {too_much} in a later run")
+                return False
         search.base = search.kept = base
         for member in base:
             one = search.fitted if len(base) == 1 else None
             search.fates[member.id] = Fate("kept", self._in_words(), member, one.gain if one else None, one.gain_ci if one else None)
         search.tell_kept()
+        return True
 
     def _in_words(self) -> str:
         before = self.bench.peaks.too_much(())
@@ -197,11 +212,27 @@ class Fitting:
 
     def _why_nothing(self, saving: list[Candidate]) -> str:
         limit = sizes.show(self.bench.peaks.limit_bytes or 0)
-        said = f"nothing keeps the limit of {limit}: the baseline " + (
+        said = f"nothing {'that can be taken ' if self.unfit else ''}keeps the limit of {limit}: the baseline " + (
             "runs out of memory" if self.bench.starved else f"needs {sizes.show(self.bench.peaks.of(()) or 0)}")
         if not saving:
             return f"{said}, and no technique that saves memory applies to it"
+        if self.unfit:
+            return "; ".join([said, *self.unfit])
         if self.least is not None and self.least.peak_bytes is not None:
-            said += f", the least was {sizes.show(self.least.need)} with {' + '.join(c.label() for c in self.least.techniques)}"
+            said += f", the least was {sizes.show(self.least.need)} with {_labels(self.least.techniques)}"
         self.out_of_time = time.monotonic() > self.search.deadline
         return said + ("; the budget ended first, a longer --budget tries more" if self.out_of_time else "")
+
+
+def let_go(search: Search, reason: str) -> str:
+    """Nothing is kept, since what was needed to fit did not fit again, for this `reason`; in words."""
+    for member in search.base:
+        search.settle(member, "failed", f"over limit in a later run: {reason}")
+    said = f"{_labels(search.base)} kept the limit at first, and not in a later run: {reason}. Ask for less than there is with --fit"
+    search.base = search.kept = ()
+    search.tell_kept()
+    return said
+
+
+def _labels(techniques: Set) -> str:
+    return " + ".join(c.label() for c in techniques)

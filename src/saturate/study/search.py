@@ -248,6 +248,7 @@ class Search(Standing):
             verified = self.verify(rest, None) if fate in ("no_difference", "slower") else None
             if isinstance(verified, Verified) and verified.passed:
                 self.kept = rest
+                self.curves += verified.curves
                 self.settle(candidate, fate, f"{reason}, in the final set")
                 self.tell_kept()
             else:

@@ -19,6 +19,7 @@ from saturate.study.fates import Fate, cut_short, how, in_words, of_end
 from saturate.study.guidance import promise
 from saturate.study.racing import ADD, Racer, Result
 from saturate.study.verification import Verified, Verifier
+from saturate.trial.outcome import OUT_OF_MEMORY
 from saturate.trial.process import TrialEnded
 
 #: What gave nothing alone gets one pair in combination; only when that looks good, the others.
@@ -30,6 +31,10 @@ LAST_PAIRS = 2
 
 class CannotVerify(Exception):
     """No candidate can be compared with this baseline; the message is the reason."""
+
+
+class LimitPassed(Exception):
+    """What was needed to keep the memory limit needed more in a later run; the message says how much."""
 
 
 @dataclass
@@ -112,7 +117,10 @@ class Standing:
             result = self.racer.run(question, a, b, limits, self.deadline if until is None else until, share_base, min_pairs)
         except TrialEnded as ended:
             if ended.side == "a" and a == self.base and ended.outcome.kind not in ("too_short", "not_in_time"):
-                raise
+                if not passed_limit(ended, self.base):
+                    raise
+                if self.kept == self.base:
+                    raise LimitPassed(ended.outcome.reason) from ended
             fate, reason = of_end(ended, a)
             if ended.outcome.kind == "not_in_time":
                 self.late.update(candidate.id for candidate in asked)
@@ -183,7 +191,7 @@ class Standing:
 
     def keep(self, added: Set, together: Set, result: Result, reason: str) -> bool:
         """Keep `together`, which is faster by `result` with what is `added` to it, if it verifies; whether it does. Raises CannotVerify."""
-        alone = added[0] if len(added) == 1 else None       # else nobody knows which of them is to blame
+        alone = added[0] if len(together) == len(self.kept) + 1 else None       # else nobody knows which of them is to blame
         if alone is not None:
             self.verified.add(alone.id)
         verified = self.verify(together, alone)
@@ -209,10 +217,9 @@ class Standing:
         self.stairs.append((added, result))
         self.verified.update(candidate.id for candidate in added)
         for candidate in added:
-            # What several gave together is no gain of one that has shown its own.
-            own = self.screened.get(candidate.id) if alone is None else None
-            shown = own if own is not None and own.decision.verdict == "faster" else result
-            self.fates[candidate.id] = Fate("kept", f"{reason}; {verified.reason}", candidate, shown.gain, shown.gain_ci)
+            shown = result if len(added) == 1 else self.screened.get(candidate.id)     # what several gave together is no gain of one
+            gain, interval = (shown.gain, shown.gain_ci) if shown is not None else (None, None)
+            self.fates[candidate.id] = Fate("kept", f"{reason}; {verified.reason}", candidate, gain, interval)
         self.tell_kept()
         return True
 
@@ -224,3 +231,8 @@ class Standing:
     def tell_kept(self) -> None:
         if self.on_kept is not None:
             self.on_kept(self)
+
+
+def passed_limit(ended: TrialEnded, base: Set) -> bool:
+    """Whether what was needed to keep a memory limit, `base`, ended because it did not keep it."""
+    return bool(base) and ended.outcome.kind in ("over_limit", *OUT_OF_MEMORY)

@@ -39,7 +39,7 @@ from saturate.study.ending import OURS, Interrupted, failed_again, in_our_words
 from saturate.study.fates import of_end
 from saturate.study.racing import Racer, Result
 from saturate.study.search import Search
-from saturate.study.standing import CannotVerify
+from saturate.study.standing import CannotVerify, LimitPassed, passed_limit
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, find_unfinished, new_run
 from saturate.study.verification import Verifier, budget_needed, too_slow
@@ -223,34 +223,45 @@ def _measure(study: Study, bench: Bench) -> None:
     if too_much:
         with _phase(study, "fit"):
             study.say(f"fit: the baseline {too_much}")
-            fitter = fitting.Fitting(search)
-            study.refusal = fitter.find()
-            study.nothing_fits = study.refusal is not None and not fitter.out_of_time
-            if fitter.out_of_time:
-                study.needs_budget = f"{math.ceil(deadline.LONGER * request.budget_s / 60)}m"
+            _fit(study, search)
             racer.drop_base()
         if study.refusal is not None:
             study.say(study.refusal)
             return
-    if study.starved:
-        verifier.reference = bench.reference = search.base
-        if not _is_measurable(study, verifier, racer, search.base, end):
-            study.notes.append(f"nothing was added to what was needed to fit: {study.refusal}")
-            study.refusal = None
-            return
-    with _phase(study, "search"):
-        study.say("search:")
-        try:
+    try:
+        if study.starved:
+            verifier.reference = bench.reference = search.base
+            if not _is_measurable(study, verifier, racer, search.base, end):
+                study.notes.append(f"nothing was added to what was needed to fit: {study.refusal}")
+                study.refusal = None
+                return
+        with _phase(study, "search"):
+            study.say("search:")
             search.run()
-        except CannotVerify as refused:
-            study.refusal = f"cannot verify: {refused}"
-            study.say(study.refusal)
-        racer.drop_base()
+    except CannotVerify as refused:
+        study.refusal = f"cannot verify: {refused}"
+    except LimitPassed as passed:
+        study.refusal = fitting.let_go(search, str(passed))
+    racer.drop_base()
     if study.refusal is not None:
+        study.say(study.refusal)
         return
     if search.kept and not (study.starved and search.kept == search.base):
         with _phase(study, "confirm"):
             _confirm(study, racer, end)
+
+
+def _fit(study: Study, search: Search) -> None:
+    """Find what keeps the memory limit; `study.refusal` says why nothing does."""
+    fitter = fitting.Fitting(search)
+    try:
+        study.refusal = fitter.find()
+    except CannotVerify as refused:
+        study.refusal = f"cannot verify: {refused}"
+        return
+    study.nothing_fits = study.refusal is not None and not (fitter.out_of_time or fitter.unfit)
+    if fitter.out_of_time:
+        study.needs_budget = f"{math.ceil(deadline.LONGER * study.request.budget_s / 60)}m"
 
 
 def racer_of(study: Study, bench: Bench) -> Racer:
@@ -309,11 +320,13 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
         if ended.outcome.kind == "too_short":
             study.refusal = f"{ended.outcome.reason}; {ended.outcome.remedy}"
             return False
-        if racer.mode == "concurrent" and study.request.race_mode == "auto" and ended.outcome.kind not in OURS:
+        if racer.mode == "concurrent" and study.request.race_mode == "auto" and ended.outcome.kind not in (*OURS, "over_limit"):
             # A lock, a port, a device that serves one process: what fails beside another of its kind may run alone.
             baseline.alternate(study, f"it failed beside another of its kind ({ended.outcome.reason})")
             racer.alternate()
             return _noise(study, racer, base, end)
+        if passed_limit(ended, base):
+            raise LimitPassed(ended.outcome.reason) from ended
         raise failed_again(ended) from ended
     racer.learn_noise(study.aa.pairs, study.aa.work)
     floor = _floor(study.aa)
@@ -386,6 +399,7 @@ def _confirm(study: Study, racer: Racer, end: float) -> None:
     study.say(f"  {study.final.gain:+.1%} [{low:+.1%}, {high:+.1%}]")
     instead = _instead(study, before, study.final, found) if won is None else None
     if instead is not None:
+        study.search.results.append(study.final)        # it is told of like any other race
         study.final = instead
     if study.final.decision.verdict in ("no_difference", "slower") and not study.search.base:
         _drop(study, kept, study.final.decision.verdict, "the final race did not confirm the gain", study.final)
@@ -421,11 +435,16 @@ def _instead(study: Study, before: Set, final: Result, found: Result | None) -> 
 
 
 def _not_confirmed(study: Study, before: Set, kept: Set, ended: TrialEnded) -> None:
-    """Keep nothing, because the last race did not come to its end. Raises where what was there before does not run any more."""
+    """Keep nothing but what was needed to fit, because the last race did not come to its end. Raises where what was there before does
+    not run any more."""
     kind, reason = ended.outcome.kind, ended.outcome.reason
     if kind == "too_short":
         study.notes.append(f"the last race has too few rounds: {reason}; {ended.outcome.remedy}")
         fate = "inconclusive"
+    elif ended.side == "a" and passed_limit(ended, before):
+        study.refusal = fitting.let_go(study.search, reason)
+        study.say(study.refusal)
+        return
     elif ended.side == "a" and kind != "not_in_time":
         raise failed_again(ended) from ended
     else:
@@ -434,7 +453,14 @@ def _not_confirmed(study: Study, before: Set, kept: Set, ended: TrialEnded) -> N
         how = {"rejected_numerics": "trained otherwise", "inconclusive": "was not confirmed"}.get(fate, "failed")
         study.notes.append(f"the final set {how} in its last race: {reason}")
     study.say(f"  {study.notes[-1]}")
+    base = study.search.base
+    added = tuple(one for one in kept if one not in base)
     _drop(study, kept, fate, reason)
+    if base and (added or fate == "inconclusive"):      # this says nothing of what verified by itself before
+        study.deviated = ""
+        study.search.kept = base
+        for member in base:
+            study.search.settle(member, "kept", "needed to keep the memory limit")
 
 
 def _won(stairs: list[tuple[Set, Result]], before: Set, kept: Set) -> Result | None:
