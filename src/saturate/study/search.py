@@ -6,7 +6,8 @@ top of it: a faster optimizer is not seen behind a loader that starves it. What 
 changes where the work runs is screened. What the diagnosis promised and screening did not
 show is tried in a pair with what changes where it runs: smaller numbers may pay only with an allocator that keeps them in cache.
 Where time is left for one turn more, what speaks for itself without a race and what stayed undecided are raced at once (`combining`);
-where there is none to add what is beyond doubt one after the other, that is.
+where there is none to add what is beyond doubt one after the other, that is. What is undecided then is looked at again, and so is what
+contradicts the finding that names it; other variants of what was far slower come after that.
 
 Under a memory limit that the baseline does not keep, everything stands on `base`, a set that keeps it (`study.fitting`); a trial
 that passes the limit is ended like any other that fails.
@@ -18,12 +19,12 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from saturate.study import combining, eligibility
 from saturate.study.candidates import Candidate, conflict, key, ordered, without
 from saturate.study.fates import UNCHECKED, Fate, in_words, leads
-from saturate.study.guidance import SLOW
+from saturate.study.guidance import SLOW, promised_gain
 from saturate.study.racing import ADD, SCREEN
 from saturate.study.standing import Standing
 from saturate.study.verification import Verified
@@ -40,6 +41,7 @@ class Search(Standing):
     """Walks the techniques."""
 
     _variants: list[list[Candidate]] | None = None
+    _left: list[tuple[list[Candidate], Candidate]] = field(default_factory=list)    # other variants of what is hopeless, and its best
 
     # -- eligibility -----------------------------------------------------------------------------------------------
 
@@ -66,6 +68,7 @@ class Search(Standing):
                 break
             self.try_to_add(candidate)
         self._look_again()
+        self._try_what_is_left()
         self._ablate()
 
     def _last_turn(self) -> float:
@@ -74,7 +77,8 @@ class Search(Standing):
 
     def _screen(self, eligible: list[list[Candidate]]) -> list[Candidate]:
         """Race each technique against what is kept; the candidates that remain to be combined, best first. Other variants of
-        a technique have their turn when every technique had one, or at once where the first gives much."""
+        a technique have their turn when every technique had one, or at once where the first gives much; those of a hopeless one
+        are left until what is undecided was looked at again."""
         scored: list[tuple[float, Candidate]] = []
         waiting: list[tuple[list[Candidate], Candidate | None]] = []
         grouped = False
@@ -104,8 +108,11 @@ class Search(Standing):
             else:
                 waiting.append((others, best))
         for others, first_best in waiting:
+            if first_best is not None and self._is_hopeless(first_best):
+                self._left.append((others, first_best))
+                continue
             best = self._best_of(others, first_best)
-            if best is None or self.screened[best.id].gain <= combining.HOPELESS:
+            if best is None or self._is_hopeless(best):
                 continue
             if self._gives_much(best):
                 self.try_to_add(best)
@@ -214,15 +221,36 @@ class Search(Standing):
         self.screened[candidate.id], self.against[candidate.id] = result, self.kept
         return True
 
+    def _is_hopeless(self, candidate: Candidate) -> bool:
+        return self.screened[candidate.id].gain <= combining.HOPELESS
+
     def _look_again(self) -> None:
         """Race what is undecided once more, and for longer, what could give most first: time that is left is for this."""
-        undecided = [(fate.gain_ci[1], fate.candidate) for fate in self.fates.values()
-                     if fate.is_open(self.racer.threshold) and fate.gain_ci is not None
-                     and fate.candidate is not None and fate.candidate.id not in self.verified]
+        undecided = [(could_give, fate.candidate) for fate in self.fates.values()
+                     if fate.candidate is not None and (could_give := self._could_give(fate)) > 0]
         for _, candidate in sorted(undecided, key=lambda entry: -entry[0]):
             if time.monotonic() > self.last():
                 return
             self.try_to_add(candidate, again=True)
+
+    def _could_give(self, fate: Fate) -> float:
+        """What a technique may still gain; 0 where nothing is open. Where one pair contradicts the finding that names it, that is open:
+        processes of one program may differ by more than any technique gives, and that pair may have had a slow one."""
+        candidate = fate.candidate
+        if candidate is None or candidate.id in self.verified or fate.gain_ci is None:
+            return 0.0
+        if fate.is_open(self.racer.threshold):
+            return fate.gain_ci[1]
+        raced = self.screened.get(candidate.id)
+        if fate.fate not in ("slower", "no_difference") or raced is None or len(raced.pairs) > 1 or candidate.module.TECHNIQUE.slow_start:
+            return 0.0
+        return promised_gain(candidate.id, candidate.module.bound(self.facts), self.findings)
+
+    def _try_what_is_left(self) -> None:
+        for others, first_best in self._left:
+            best = self._best_of(others, first_best)
+            if best is not None and not self._is_hopeless(best) and (time.monotonic() <= self.last() or self.certain(best)):
+                self.try_to_add(best)
 
     def _ablate(self) -> None:
         """Race the kept set against itself without each technique but the last added, whose own race that was; drop what gives
