@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from saturate.agent import capture, observe
-from saturate.agent.sample import all_strided, digest, entries_of, few, spread, strided, totals
+from saturate.agent.sample import all_strided, digest, entries_of, few, spread, stride_of, strided, totals
 
 
 def test_few() -> None:
@@ -18,9 +20,27 @@ def test_few() -> None:
 
 def test_strided() -> None:
     assert strided(torch.arange(3.0).reshape(3, 1), 16) == [0.0, 1.0, 2.0]
-    assert strided(torch.arange(100.0).reshape(10, 10), 4) == [0.0, 25.0, 50.0, 75.0]
+    assert strided(torch.arange(100.0), 4) == [0.0, 25.0, 50.0, 75.0]
     assert strided(torch.empty(0), 4) == []
     assert strided(torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), 4) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("shape", [(768, 768), (3072, 768), (4096, 4096), (128, 784), (64, 3, 7, 7), (512, 512, 3, 3), (50257, 768), (64, 64),
+                                   (10, 4096), (8, 16), (1000, 2)])
+def test_no_dimension_of_a_tensor_is_read_at_one_place_only(shape: tuple[int, ...]) -> None:
+    """All 64 entries of a weight were those of its first input (of a convolution, its first pixel): gradients whose elements had changed
+    places had the right direction."""
+    places = torch.arange(math.prod(shape)).reshape(shape)
+    read = spread(places, 64)
+    assert min(32, len(places.flatten())) <= len(read) <= 64
+    assert read[-1] >= places.numel() - 2 * stride_of(shape, 64), "up to the end"
+    for dimension, size in enumerate(shape):
+        at = read // math.prod(shape[dimension + 1:]) % size
+        assert len(at.unique()) >= min(size, 30), (dimension, at)
+        assert at.max() >= 0.9 * (size - 1) and at.min() <= 0.1 * size and at.diff().abs().max() > 0.0
+    if len(shape) == 4:
+        mixed = places.permute(0, 2, 3, 1).contiguous().view(shape)
+        assert (spread(mixed, 64) != read).float().mean() > 0.9
 
 
 def test_tensors_of_any_class_and_layout_have_entries() -> None:
@@ -53,7 +73,7 @@ def test_what_is_not_contiguous_is_read_in_the_same_order() -> None:
     for view in views:
         for entries in (1, 4, 7, 64, 4096):
             flat = view.reshape(-1)
-            assert torch.equal(spread(view, entries), flat[:: max(1, flat.numel() // entries)][:entries])
+            assert torch.equal(spread(view, entries), flat[:: stride_of(view.shape, entries)][:entries])
         assert strided(view, 7) == strided(view.contiguous(), 7) and digest(view) == digest(view.contiguous())
 
 
@@ -81,7 +101,7 @@ def test_losses_are_read_at_once_as_their_sums() -> None:
 def test_an_expanded_tensor_is_not_copied_to_read_some_of_it() -> None:
     """Sixteen terabytes of indices over three numbers."""
     mask = torch.arange(3.0).reshape(1, 3).expand(1 << 40, 3)
-    assert strided(mask, 4) == [(index * (mask.numel() // 4)) % 3 for index in range(4)]
+    assert strided(mask, 4) == [index * stride_of(mask.shape, 4) % 3 for index in range(4)]
     assert len(digest(mask)) == 8
 
 

@@ -71,7 +71,7 @@ def test_a_run_that_was_killed_is_read_up_to_its_last_whole_update(tmp_path_fact
 
 
 @pytest.mark.parametrize("text, reason", [
-    ("", "empty"), ("nonsense\n", "not JSON"), ("[1]\n", "not a capture"), ('{"schema": 99, "dims": 0}\n', "schema 2"),
+    ("", "empty"), ("nonsense\n", "not JSON"), ("[1]\n", "not a capture"), ('{"schema": 99, "dims": 0}\n', "schema 3"),
     ('{"dims": -1}\n', "no valid dims"), ('{"dims": "3"}\n', "no valid dims"),
     ('{"dims": 0, "precision": "float128"}\n', "precision is no known number format"),
     ('{"dims": 0}\n{"update": 0}\n{"update": 1, "losses": []}\n', "line 2"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from saturate.agent.sample import perturb
+from saturate.agent.sample import perturb, spread
 from saturate.verify.series import Series
 
 UPDATES = 52
@@ -132,11 +132,7 @@ def _optimizer(plan: Plan, model: nn.Module):
 
 
 def _sample(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    found = []
-    for tensor in tensors:
-        flat = tensor.detach().flatten()
-        found.append(flat[:: max(1, len(flat) // 64)][:64].clone())
-    return found
+    return [spread(tensor, 64).clone() for tensor in tensors]
 
 
 class WideBetweenProducts(torch.overrides.TorchFunctionMode):

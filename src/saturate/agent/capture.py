@@ -110,7 +110,7 @@ class Capture:
         doubles = [sample.double(p) for p in self._parameters]
         self._code = "d" if any(doubles) else "f"
         precise = all(doubles) and all(map(sample.double, session.losses))
-        header = {"schema": 2, "motif": session.step.describe(), "dims": sum(segments), "segments": segments,
+        header = {"schema": 3, "motif": session.step.describe(), "dims": sum(segments), "segments": segments,
                   "statistics": [entries for _, _, entries in self._buffers],
                   "samples": "float64" if any(doubles) else "float32", "precision": "float64" if precise else "float32",
                   **formats.of_training(session.torch, self._parameters, observe.device_kind(self._parameters), session.losses,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from saturate.techniques import _common
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def few(parameters: list[Any]) -> list[Any]:
@@ -71,11 +74,11 @@ def entries_of(torch: Any, tensor: Any, entries: int) -> list[Any]:
 
 
 def spread(tensor: Any, entries: int) -> Any:
-    """Up to `entries` values of a tensor, as evenly spread over the order of its indices as a whole step allows, in one dimension."""
+    """Up to `entries` values of a tensor, spread over all of its dimensions, in one dimension: each is `stride_of` after the one before."""
     import torch
 
     whole = tensor.detach()
-    step = max(1, whole.numel() // entries)
+    step = stride_of(whole.shape, entries)
     if not _is_copied_flat(torch, whole):
         return whole.reshape(-1)[::step][:entries]
     # `reshape` would copy all of it for the sake of a few: of an expanded buffer, many times what it holds in memory.
@@ -86,6 +89,23 @@ def spread(tensor: Any, entries: int) -> Any:
         rest = rest // size
         last += (size - 1) * stride
     return whole.as_strided((last + 1,), (1,))[places]
+
+
+def stride_of(shape: Sequence[int], entries: int) -> int:
+    """How far apart entries are read, such that there are at most so many, and that they lie in rows and columns alike.
+
+    An even share of a matrix is mostly whole rows, and would read one column: of each output what comes from one input, which a
+    training that mixes its inputs up leaves as they are. So a share is whole rows and the golden ratio of one, which leaves no
+    column far from one that is read, and has no divisor in common with any dimension but the first.
+    """
+    count = math.prod(shape)
+    step = max(1, count // entries)
+    row = count // shape[0] if shape and count else 1
+    if 1 < row <= step:
+        step += round(_GOLDEN * row) - step % row
+    while any(math.gcd(step, size) > 1 for size in shape[1:]):
+        step += 1
+    return step
 
 
 def _is_copied_flat(torch: Any, tensor: Any) -> bool:

@@ -2,7 +2,7 @@
 
 A folder holds `capture.jsonl` and `samples.bin`. The first line of the former is a header
 
-    {"schema": 2, "motif": "F B S", "dims": 1536, "segments": [64, 64, ...], "statistics": [64, ...], "samples": "float32",
+    {"schema": 3, "motif": "F B S", "dims": 1536, "segments": [64, 64, ...], "statistics": [64, ...], "samples": "float32",
      "precision": "float32"}
 
 and each following line one update: {"update": 0, "losses": [2.3], "grad_norm": 1.7, "digest": "..."}. The latter
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
-SCHEMA = 2
+SCHEMA = 3
 CAPTURE = "capture.jsonl"
 SAMPLES = "samples.bin"
 
