@@ -67,6 +67,18 @@ def test_an_outlier_is_no_divergence(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_tasks_that_take_turns_have_losses_of_their_own_sizes(capsys):
+    """A training of two tasks was ended at its eleventh step, for a loss that it had had in each fifth."""
+    training = Training()
+    for number in range(200):
+        training.step(2400.0 + 40 * (number % 3) if number % 5 == 0 and number < 190 else 1.0 + 0.01 * (number % 7))
+    assert capsys.readouterr().err == ""
+    for number in range(20):
+        training.step(1e6 if number == 4 else 1.0)
+    training.watchdog.finish(training.session)
+    assert "the loss jumped to 1e+06" in capsys.readouterr().err
+
+
 def test_nan_in_a_step_of_several_micro_steps(capsys):
     training = Training(micro_steps=3)
     for number in range(1, 40):
@@ -83,7 +95,9 @@ def test_what_waits_stays_bounded_where_no_step_is_found(capsys):
     assert f"the loss became inf at backward pass {2 * MOST + 5}\n" in capsys.readouterr().err
 
 
-def test_a_scaler_s_growth_and_skipped_steps_are_no_divergence(capsys):
+@pytest.mark.parametrize("skipped", ["inf", "nan"])
+def test_a_scaler_s_growth_and_skipped_steps_are_no_divergence(skipped, capsys):
+    """Where outputs overflow, the loss may be nan as well as infinite."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.tensor(1.0))         # it makes its scale when it is used first
     training = Training()
@@ -91,12 +105,12 @@ def test_a_scaler_s_growth_and_skipped_steps_are_no_divergence(capsys):
     for number in range(1, 81):
         if number == 40:
             scaler._scale *= 4096
-        training.step(float("inf") if number % 9 == 5 else float(scaler._scale) * (1 + 0.01 * (number % 7)))
+        training.step(float(skipped) if number % 9 == 5 else float(scaler._scale) * (1 + 0.01 * (number % 7)))
     training.watchdog.finish(training.session)
     assert capsys.readouterr().err == ""
     for _ in range(20):
-        training.step(float("inf"))
-    assert "the loss became inf at step 8" in capsys.readouterr().err
+        training.step(float(skipped))
+    assert f"the loss became {skipped} at step 8" in capsys.readouterr().err
 
 
 def test_losses_of_any_kind_become_numbers(capsys):

@@ -24,7 +24,7 @@ MOST = 512              # losses that wait for a look: before a step is recognis
 HISTORY = 50            # steps that "usual" is judged by
 LEAST_HISTORY = 10
 SPIKE = 10.0            # times the spread of the history above its median, where most losses of a look are
-LONE_SPIKE = 100.0      # the same for one loss: batches differ, and every loss is looked at
+LONE_SPIKE = 100.0      # the same for one loss, which must be the largest so far: batches differ, and every loss is looked at
 EXIT_CODE = 5           # with --on-divergence stop: same meaning as "no final set verifies"; launchers of several ranks end with 1 then
 
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
@@ -41,6 +41,7 @@ class Watchdog:
         self.action = action
         self.adds_up = adds_up
         self.history: list[tuple[int, float]] = []      # (step, its last loss)
+        self.largest = -math.inf                        # loss so far
         self.over = False                               # it was said, or there is nobody to say it to
         self._fresh: list[tuple[Moment, Any]] = []      # losses on their devices
         self._copied: list[tuple[list[Moment], Any, Any]] = []      # moments, losses on the host, event after the copy
@@ -80,14 +81,16 @@ class Watchdog:
 
     def _judge(self, session: Any, losses: list[tuple[Moment, float]], at_end: bool) -> None:
         numbered = [(_step_of(session, moment), loss) for moment, loss in losses]
-        # A scaler skips the update of a loss that overflows, and takes a smaller scale.
+        # A scaler skips the update of a loss that overflows (infinite outputs may make it nan), and takes a smaller scale. What stays so
+        # fills a look.
         forgiven = session.scaler is not None and any(math.isfinite(loss) for _, loss in numbered)
         if forgiven:
-            numbered = [(step, loss) for step, loss in numbered if not math.isinf(loss)]
+            numbered = [(step, loss) for step, loss in numbered if math.isfinite(loss)]
         if self.adds_up:
             numbered = _sums(numbered)
-        problem = divergence(self.history, numbered)
+        problem = divergence(self.history, numbered, self.largest)
         if problem is None:
+            self.largest = max([self.largest, *(loss for _, loss in numbered)])
             self.history = [*self.history, *dict(numbered).items()][-HISTORY:]
             return
         self.over = True
@@ -173,8 +176,9 @@ def _sums(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return list(found.items())
 
 
-def divergence(history: list[tuple[int, float]], losses: list[tuple[int, float]]) -> tuple[int, str] | None:
-    """Where and how training diverged in `losses` after `history`, both (step, loss) in order; None: it did not.
+def divergence(history: list[tuple[int, float]], losses: list[tuple[int, float]], largest: float = -math.inf) -> tuple[int, str] | None:
+    """Where and how training diverged in `losses` after `history`, both (step, loss) in order; None: it did not. `largest`: the largest
+    loss before; one alone that is no larger is none of a divergence: tasks that take turns have losses of their own sizes.
 
     >>> divergence([(step, 1.0) for step in range(1, 21)], [(21, 1.1), (22, 1e6), (23, 1.0)])
     (22, 'the loss jumped to 1e+06 (usual: 1)')
@@ -193,7 +197,8 @@ def divergence(history: list[tuple[int, float]], losses: list[tuple[int, float]]
     spread = sorted(abs(loss - median) for loss in ordered)[len(ordered) // 2]
     unit = max(spread, 0.05 * abs(median))
     high = [(step, loss) for step, loss in steps if loss > median + SPIKE * unit]
-    lone = [(step, loss) for step, loss in high if loss > median + LONE_SPIKE * unit]
+    largest = max([largest, *(loss for _, loss in history)])
+    lone = [(step, loss) for step, loss in high if loss > median + LONE_SPIKE * unit and loss > largest]
     lasting = high if 2 * len(high) > max(len(steps), LEAST_HISTORY // 2) else []
     if lasting and lasting[0] == steps[0]:
         before = itertools.takewhile(lambda entry: entry[1] > median + SPIKE * unit, reversed(history))
