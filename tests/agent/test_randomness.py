@@ -135,3 +135,27 @@ def test_seeding_a_batch_leaves_the_generators_of_devices_alone(script):
     alone, with_workers = (subprocess.run([sys.executable, path, workers], check=True, capture_output=True, text=True, timeout=120).stdout
                            for workers in "02")
     assert alone == with_workers and alone.startswith("0 ")
+
+
+GENERATORS = """
+import sys, numpy, torch
+from saturate.agent import randomness
+offset = int(sys.argv[1])
+randomness.seed_numpy(numpy, 20, offset)
+randomness.seed_torch(torch, 20, offset)
+made = [numpy.random.default_rng().random() for _ in range(2)]
+given = numpy.random.default_rng(7).random(), numpy.random.default_rng(numpy.random.default_rng(7)).random()
+torch.random.manual_seed(0)
+print(made, *given, torch.rand(()).item(), torch.manual_seed(0).initial_seed())
+"""
+
+
+def test_generators_without_a_seed_are_seeded_and_those_with_one_moved(script):
+    """`numpy.random.default_rng()` made the batches: the script "does not repeat itself". And `torch.random.manual_seed` kept its
+    seed whatever seed was asked for, so that five runs had one."""
+    path = str(script(GENERATORS))
+    run = lambda offset: subprocess.run([sys.executable, path, offset], check=True, capture_output=True, text=True, timeout=120).stdout  # noqa: E731
+    plain, other = run("0"), run("1")
+    assert plain == run("0")
+    assert all(a != b for a, b in zip(plain.replace(",", "").split(), other.replace(",", "").split()))
+    assert other.split()[-1] == "1" and plain.split()[0].strip("[,") != plain.split()[1].strip("],")

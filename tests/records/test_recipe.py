@@ -152,6 +152,15 @@ def test_one_mebibyte_of_anything_is_answered_soon(text):
     assert time.process_time() - started < 10
 
 
+def test_dots_are_counted_in_keys_only():
+    dots = "." * 90
+    text = f'# {dots} "\n[[technique]]  # {dots}\nid = "gc-freeze"\nwhy = """ {dots}\n{dots} \\"\n"""\n# \'\'\' {dots}\n[evidence]\ncommand = ["{dots}", \'{dots}\']\n'
+    assert recipes.loads(text).techniques[0].why.strip(" \n\\\"") == f"{dots}\n{dots}"
+    for keys in (".".join("a" * 90) + ' = """\n"""', '"""\n', f'x = """\n{dots}\n"""\n{".".join("a" * 90)} = 1'):
+        with pytest.raises(RecipeError):
+            recipes.loads(keys)
+
+
 def test_files_that_are_no_recipes(tmp_path):
     fifo, folder, huge = tmp_path / "fifo", tmp_path / "folder", tmp_path / "huge.toml"
     os.mkfifo(fifo)

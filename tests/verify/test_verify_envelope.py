@@ -77,6 +77,13 @@ def test_another_seed_of_a_real_training_lies_inside_and_a_broken_one_outside():
     assert not envelope(seeds, seed_of(7, lr=1.5e-3)).passed
 
 
+def test_seeds_that_change_nothing_tell_nothing():
+    """A script that seeds a generator of its own trains alike whatever seed it is given: an honest candidate was rejected."""
+    one = seed_of(0)
+    found = envelope([one] * 5, seed_of(1))
+    assert found.passed is None and "whatever seed" in found.reason
+
+
 def test_a_run_that_broke_off_is_outside_and_few_seeds_are_refused():
     seeds = [seed_of(n) for n in range(5)]
     short = seed_of(7, updates=20)

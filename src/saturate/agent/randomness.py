@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import random
 import sys
@@ -28,6 +29,16 @@ def seed_standard_library(seed: int, offset: int = 0) -> None:
 
 
 def seed_numpy(numpy: Any, seed: int, offset: int = 0) -> None:
+    """The global generator, and each that is made without a seed, by its number: the system would seed it otherwise in every run."""
+    make, made = numpy.random.default_rng, itertools.count(seed)
+
+    @functools.wraps(make)
+    def default_rng(seed: Any = None) -> Any:
+        if seed is None:
+            seed = next(made)
+        return make(seed + offset if isinstance(seed, int) else seed)
+
+    numpy.random.default_rng = default_rng
     if offset:
         _shift(numpy.random, "seed", offset)
     numpy.random.seed(seed % 2**32)
@@ -39,6 +50,7 @@ def seed_torch(torch: Any, seed: int, offset: int = 0, deterministic: bool = Tru
     slower and need more memory."""
     if offset:
         _shift(torch, "manual_seed", offset)
+        torch.random.manual_seed = torch.manual_seed        # the same by another name
     torch.manual_seed(seed)
     # Not torch.cuda.is_available(): that starts the driver before the script could choose devices, or fork.
     if torch.version.cuda or torch.version.hip:

@@ -382,8 +382,6 @@ class Session(Guest):
         self.step = None
         self.phase = "discover"
         self.occurrences = 0
-        if self.gate is not None:
-            self.gate.tell({"at": "motif_changed"})
 
     def _boundary(self) -> None:
         self.boundaries += 1

@@ -110,9 +110,9 @@ def examine(text: str) -> tuple[Recipe, list[Problem]]:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    for number, line in enumerate(text.split("\n"), 1):
-        # The standard parser takes quadratic time over the parts of one dotted key: half a megabyte of "a.a.a" is hours.
-        if line.count(".") > _DOTS and _bare(line).count(".") > _DOTS:
+    # The standard parser takes quadratic time over the parts of one dotted key: half a megabyte of "a.a.a" is hours.
+    for number, line in enumerate(_NO_KEY.sub(_as_many_lines, text).split("\n"), 1):
+        if line.count(".") > _DOTS:
             raise Unreadable(Problem(message="a key with too many dots", line=number, remedy=_VALIDATE))
     try:
         return tomllib.loads(text)
@@ -125,12 +125,13 @@ def _parse(text: str) -> dict[str, Any]:
         raise Unreadable(Problem(message=f"not a TOML value: {clip(str(error))}", remedy="correct or remove the value")) from None
 
 
-def _bare(line: str) -> str:
-    """The line without its strings; as it is where a multi-line string may end in it."""
-    return line if '"""' in line or "'''" in line else _STRING.sub("", line)
+def _as_many_lines(found: re.Match[str]) -> str:
+    return "\n" * found[0].count("\n")
 
 
-_STRING = re.compile(r""""(?:[^"\\]|\\.)*+"?|'[^']*+'?""")
+#: Strings of several lines, strings of one, comments. One that has no end has it where the file, or the line, ends.
+_NO_KEY = re.compile(r'''"""(?:[^"\\]|\\[\s\S]|"(?!""))*+(?:"""|\Z)|'{3}(?:[^']|'(?!''))*+(?:'{3}|\Z)'''
+                     r'''|"(?:[^"\\\n]|\\.)*+"?|'[^'\n]*+'?|#[^\n]*+''')
 _AT = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 

@@ -260,7 +260,7 @@ class Verifier:
         self._prepare(*seeds)
         inside = envelope([*map(self.series, seeds)], self._with_its_micro_steps(Run(techniques)))
         if not inside.passed:
-            return comparison.Verdict(False, f"{inside.reason}; same seed: {reason}", aligned.curves)
+            return comparison.Verdict(inside.passed, f"{inside.reason}; same seed: {reason}", aligned.curves)
         return comparison.Verdict(True, f"aligned: {aligned.reason}; with its own randomness: {inside.reason}", aligned.curves)
 
     def _fewer(self, techniques: Set) -> float:

@@ -99,7 +99,7 @@ class GateServer:
         self.listener.bind("\0" + name)
         self.listener.listen(64)
         self.ranks: list[_Rank] = []
-        self.notices: list[dict[str, Any]] = []     # messages that are not answers: motif_changed, ended
+        self.notices: list[dict[str, Any]] = []     # messages that are not answers: ended
 
     @property
     def world_size(self) -> int:
