@@ -5,7 +5,7 @@
 Tiny trainings (a perceptron, a convolutional net, a transformer; AdamW and SGD; tests/verify/tiny_trainings.py), many seeds of
 each. Honest: bf16 autocast, the fused optimizer, the sums of a batch in another order. Broken: gradients summed instead of
 averaged, a skipped step, a learning rate off by a tenth, a dropped micro-batch, gradients of the step before, a frozen layer,
-a weight decay that is lost; running statistics of a normalisation that are frozen, at once or later, or counted twice. The product's own verdict, with as many twins as it asks for; beside it what one writes by hand:
+a weight decay that is lost, elements of gradients in other places, weights but not biases at another rate; running statistics of a normalisation that are frozen, at once or later, or counted twice. The product's own verdict, with as many twins as it asks for; beside it what one writes by hand:
 `torch.testing.assert_close` of the losses of all updates, at its tolerance for the number format.
 
 A broken change is judged at the tolerance of bf16, the widest there is.
@@ -31,7 +31,7 @@ from saturate.verify.series import Series
 from saturate.verify.tolerance import informative, tolerance
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "verify"))
-from tiny_trainings import STATISTICS_BUGS, Plan, train, twins
+from tiny_trainings import MATRIX_BUGS, STATISTICS_BUGS, Plan, train, twins
 
 BF16, FLOAT32 = ROUNDING["precision"], ONE_ROUNDING["float32"]
 TARGET = 0.05
@@ -40,7 +40,7 @@ PLANS = [Plan(model=model, optimizer=optimizer) for model in ("mlp", "convnet", 
 HONEST = {"bf16 autocast": ({"bf16": True}, BF16), "fused optimizer": ({"fused": True}, FLOAT32),
           "another order of sums": ({"reverse_batch": True}, FLOAT32)}
 BROKEN = ("gradient sum", "skipped step", "learning rate", "dropped micro-batch", "stale gradients", "frozen layer", "no weight decay",
-          *STATISTICS_BUGS)
+          "other places", *MATRIX_BUGS, *STATISTICS_BUGS)
 
 
 def ours(plan: Plan, candidate: Series, rounding: float) -> tuple[bool, int]:

@@ -224,3 +224,26 @@ def test_the_buffers_of_what_is_trained_are_recorded(script, start, tmp_path: Pa
     assert all(map(math.isnan, moving.statistics[-1][3:5]))     # another size: not compared
     scripted = recorded("script")                               # TorchScript
     assert scripted.losses == moving.losses and [row[-8:] for row in scripted.statistics] == [row[-8:] for row in moving.statistics]
+
+
+SCHEDULED = """
+import torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+groups = [{"params": [p for p in net.parameters() if p.dim() > 1]}, {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.5), weight_decay=0.25)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+while True:
+    net(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step(); optimizer.zero_grad(); scheduler.step()
+"""
+
+
+def test_what_optimizers_are_set_to_is_recorded_by_tensor(script, start, tmp_path: Path) -> None:
+    capture = {"folder": str(tmp_path), "updates": 4, "seed": 20, "aligned": False, "perturb": None}
+    start(str(script(SCHEDULED)), capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_ready()
+    found = series.read(tmp_path)
+    by_dimensions = [dict(zip(found.dimensions, row)) for row in found.settings]
+    assert [row[2][:2] for row in by_dimensions] == [(0.5 * 0.5**k, 0.25) for k in range(4)]
+    assert {row[1][1] for row in by_dimensions} == {0.0} and {row[1][3] for row in by_dimensions} == {(0.9, 0.999)}
+    assert sorted(found.dimensions) == [1, 1, 2, 2]

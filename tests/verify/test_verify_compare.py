@@ -386,3 +386,33 @@ def test_a_gradient_that_is_nearly_nothing_is_compared_with_the_others():
     assert "deviates by inf % in update 21" in compare(BASE, vanished, TIGHT).reason
     assert compare(BASE, vanished, tolerance(BASE, twins=[vanished])).passed, "in the perturbed baseline it vanishes as well"
     assert not compare(BASE, changed("grad_norms", 22, 0.0), tolerance(BASE, twins=[vanished])).passed, "in that update only"
+
+
+def scheduled(rates, decay=0.01, momentum=None):
+    """BASE, with what its optimizer is set to for each of its three tensors."""
+    return replace(BASE, settings=[[(rate, decay, momentum, (0.9, 0.999), 1e-8)] * len(SEGMENTS) for rate in rates])
+
+
+FALLING = [1e-4 * (1 - k / 5000) for k in range(N)]
+
+
+@pytest.mark.parametrize(("candidate", "reason"), [
+    (scheduled([1e-4] * N), "lr is 0.0001 in update 1 instead of 9.998e-05"),
+    (scheduled(FALLING, decay=0.0), "weight_decay is 0.0 in update 0 instead of 0.01"),
+    (scheduled([rate * (1 + 1e-8) for rate in FALLING]), ""),       # read from a tensor of 32 bits
+    (replace(BASE, settings=[]), ""),                               # not recorded
+    (replace(BASE, settings=[[None] * 3] * N), ""),                 # held by an optimizer that nobody knows
+])
+def test_a_lost_schedule_or_decay_is_seen_before_it_has_changed_anything(candidate, reason):
+    """A rate that falls over thousands of updates has hardly moved when a verification run ends: its loss is no news there."""
+    baseline = scheduled(FALLING)
+    verdict = compare(baseline, candidate, tolerance(baseline, [scheduled(FALLING)]))
+    assert verdict.passed is (reason == "") and verdict.reason.startswith(reason)
+
+
+def test_a_rate_that_follows_the_loss_is_compared_while_the_baseline_repeats_it():
+    """A plateau is left an update later where losses are rounded: the baseline's own repetition says from when on."""
+    plateau, later = ([1e-3] * at + [1e-4] * (N - at) for at in (20, 24))
+    baseline = scheduled(plateau)
+    assert compare(baseline, scheduled(later), tolerance(baseline, [scheduled(later)])).passed
+    assert not compare(baseline, scheduled([2e-3] * N), tolerance(baseline, [scheduled(later)])).passed

@@ -57,6 +57,23 @@ def test_bugs_in_a_transformer_are_rejected(bug):
     assert not verdict.passed and BUGS[bug] in verdict.reason
 
 
+@pytest.mark.parametrize("lr", [1e-5, 3e-5, 3e-3])
+@pytest.mark.parametrize("bug", ["matrices at half the rate", "matrices at twice the rate"])
+def test_what_happens_to_matrices_alone_is_seen(bug, lr):
+    """Most tensors of a transformer are biases and scales: the median of all tensors was theirs. Slow trainings, as fine-tuning is, show
+    nothing in their loss."""
+    verdict = judge(replace(TRANSFORMER, lr=lr), replace(TRANSFORMER, lr=lr, bug=bug), BF16)
+    assert not verdict.passed and "update norm" in verdict.reason and verdict.reason.split(",")[0].endswith("in update 2")
+
+
+@pytest.mark.parametrize("lr", [3e-5, 3e-3])
+@pytest.mark.parametrize("plan", [replace(PLANS[2]), TRANSFORMER], ids=name)
+def test_gradients_whose_elements_have_changed_places_are_seen(plan, lr):
+    """Their norm is the same, and so was the direction of what was read of them: one column of each weight."""
+    verdict = judge(replace(plan, lr=lr), replace(plan, lr=lr, bug="other places"), BF16)
+    assert not verdict.passed and "update cosine" in verdict.reason
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=name)
 def test_other_data_dressed_up_as_a_speed_up_is_rejected(plan):
     from_start = judge(plan, replace(plan, data_seed=99, from_start=True), BF16)

@@ -120,6 +120,8 @@ MODELS = {"transformer": (Transformer, _transformer_batch), "unbiased": (Unbiase
 RATES = {"adamw": 3e-3, "sgd": 0.1}
 #: What they make of the learning rate.
 RATE_BUGS = {"learning rate": 0.9, "half the learning rate": 0.5, "twice the learning rate": 2.0, "ten times the learning rate": 10.0}
+#: What they make of the updates of weights, but not of biases and scales.
+MATRIX_BUGS = {"matrices at half the rate": 0.55, "matrices at twice the rate": 2.0}
 #: What they make of the running statistics of a normalisation, and from which update on. Twice is as a block does that is run again.
 STATISTICS_BUGS = {"frozen statistics": (0.0, 2), "statistics twice": (0.19, 2), "statistics frozen later": (0.0, 20)}
 
@@ -224,10 +226,18 @@ def train(plan: Plan) -> Series:
             stale = [p.grad.clone() for p in parameters]
         if bug == "frozen layer":
             parameters[-4].grad = None
+        if bug == "other places":           # of the gradient's elements in each matrix or kernel, as where two layouts are mixed up
+            for p in parameters:
+                if p.dim() > 1:
+                    p.grad = p.grad.movedim(1, -1).contiguous().view(p.shape) if p.dim() > 2 else p.grad.t().contiguous().view(p.shape)
+        before = [p.detach().clone() for p in parameters] if bug in MATRIX_BUGS else []
         norms.append(float(torch.linalg.vector_norm(torch.stack(
             [p.grad.norm() for p in parameters if p.grad is not None]))))
         if not (bug == "skipped step" and k == 30):
             optimizer.step()
+        for p, was in zip(parameters, before):
+            if p.dim() > 1:
+                p.data.copy_(was + MATRIX_BUGS[bug] * (p.detach() - was))
         optimizer.zero_grad()
         if plan.perturb and k == 1:
             noise = torch.Generator().manual_seed(plan.perturb_seed)
@@ -244,7 +254,8 @@ def train(plan: Plan) -> Series:
     return Series(losses, norms, samples, motif="F B " * plan.micro + "S", segments=[len(part) for part in parts],
                   precision="float64" if plan.double else "float32", formats=[str(plan.dtype).removeprefix("torch.")] * len(parts),
                   arithmetic=plan.low or "bfloat16" * plan.autocast,
-                  statistics=statistics if held else [], statistics_segments=[len(part) for part in held])
+                  statistics=statistics if held else [], statistics_segments=[len(part) for part in held],
+                  dimensions=[p.dim() for p in parameters])
 
 
 def twins(plan: Plan, perturb: float, count: int = 2) -> list[Series]:

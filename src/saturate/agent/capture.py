@@ -16,7 +16,7 @@ import zlib
 from array import array
 from typing import Any
 
-from saturate.agent import formats, leaves, observe, ordering, randomness, sample, succession
+from saturate.agent import formats, leaves, observe, ordering, randomness, sample, settings, succession
 from saturate.techniques import _common
 
 ENTRIES = 64        # per tensor; a cosine over such samples was within 0.0001 of one over all entries
@@ -111,6 +111,7 @@ class Capture:
         self._code = "d" if any(doubles) else "f"
         precise = all(doubles) and all(map(sample.double, session.losses))
         header = {"schema": 3, "motif": session.step.describe(), "dims": sum(segments), "segments": segments,
+                  "dimensions": [sample.local(p).dim() for p in self._parameters],
                   "statistics": [entries for _, _, entries in self._buffers],
                   "samples": "float64" if any(doubles) else "float32", "precision": "float64" if precise else "float32",
                   **formats.of_training(session.torch, self._parameters, observe.device_kind(self._parameters), session.losses,
@@ -158,7 +159,8 @@ class Capture:
         # How far a thread of the script's own is ahead of the update that ends here is another thing each time.
         ahead = bool(self._fetching - {threading.get_ident()})
         record = {"update": self.updates, "losses": sample.totals(session.losses),
-                  "grad_norm": _total(session.torch, norms), "digest": "" if ahead else "".join(self._batches)}
+                  "grad_norm": _total(session.torch, norms), "digest": "" if ahead else "".join(self._batches),
+                  "settings": settings.of_parameters(session.optimizers.living(), self._parameters)}
         array(self._code, values).tofile(self._samples)
         self._samples.flush()
         self._log.write(json.dumps(record) + "\n")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from saturate.records.result import NumericsCurve
+from saturate.verify import settings
 from saturate.verify.apart import lacks, untold
 from saturate.verify.broken import broken, opposed
 from saturate.verify.deviation import FIRST_ACTING, METRICS, Deviation, deviation
@@ -53,8 +54,9 @@ def bitwise(baseline: Series, candidate: Series) -> bool:
             and equal(baseline.samples, candidate.samples) and buffers_equal())
 
 
-def _other_training(baseline: Series, candidate: Series) -> str | None:
-    """A difference that no tolerance covers: another program, other data, other parameters, a run that broke off."""
+def _other_training(baseline: Series, candidate: Series, settled: int = 0) -> str | None:
+    """A difference that no tolerance covers: another program, other data, other parameters, a run that broke off; for so many updates,
+    optimizers that are `settled`, and set to something else."""
     if baseline.motif and candidate.motif and baseline.motif != candidate.motif:
         return f"the step changed: {candidate.motif!r} instead of {baseline.motif!r}"
     if len(candidate) < len(baseline) - 1:      # one record may be cut short when a run is ended
@@ -68,6 +70,9 @@ def _other_training(baseline: Series, candidate: Series) -> str | None:
     for k, (expected, found) in enumerate(zip(baseline.samples, candidate.samples)):
         if len(expected) != len(found):
             return f"update {k} has {len(found)} sampled parameters instead of {len(expected)}"
+    for k, (ours, theirs) in enumerate(zip(baseline.settings[:settled], candidate.settings)):
+        for name, expected, found in settings.otherwise(ours, theirs):
+            return f"{name} is {found} in update {k} instead of {expected}: what the optimizer is set to is not what the script sets"
     return None
 
 
@@ -136,7 +141,7 @@ def compare(baseline: Series, candidate: Series, tolerance: Tolerance) -> Verdic
     The reason names the first violated metric with its update, what was observed, and what is allowed. Ask
     `informative(baseline)` first: a baseline that shows nothing would let everything pass.
     """
-    other = _other_training(baseline, candidate)
+    other = _other_training(baseline, candidate, tolerance.settled)
     if other is not None:
         return Verdict(False, other)
     found = deviation(baseline, candidate)

@@ -11,7 +11,8 @@ Each number is linear in a small perturbation, so that a tolerance is a multiple
     statistics  of the buffer that strays most, |way that it goes in a few updates - baseline's| / |baseline's|: the running
                 statistics of a normalisation have no part in the training loss, only in what the model says when it is evaluated
 
-Turn and stretch are medians over tensors. Some tensors have no true gradient (a bias in front of a normalisation, the
+Turn and stretch are medians over tensors, and over those of two dimensions or more: in a transformer most tensors are biases and
+scales, and what is done to its matrices alone would not move the median of all. Some tensors have no true gradient (a bias in front of a normalisation, the
 key bias of attention): an Adam-like rule divides their rounding noise by its own size and moves them a full step in a
 random direction, without any effect on the model. Measured: with them, bf16 autocast turns a small transformer's
 whole update by 0.17 rad, its median tensor by less than 0.02.
@@ -27,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress, count
 from operator import mul, sub
 from statistics import median
 
@@ -125,14 +127,15 @@ def _ratio(other: float, base: float, least: float) -> float:
 
 
 def _direction(base: Series, other: Series, k: int) -> tuple[float, float]:
-    """(turn, stretch) of update k: medians over the tensors that move in the baseline."""
+    """(turn, stretch) of update k: medians over the tensors that move in the baseline, and over the matrices among them; the larger."""
     ours, theirs = update_of(base, k), update_of(other, k)
-    turns, stretches = [], []
+    turns, stretches, matrices = [], [], []
     for part, (begin, end) in enumerate(base.parts()):
         a, b = ours[begin:end], theirs[begin:end]
         if not tells(base, part, a, base.samples[k][begin:end]):
             continue
         length_a, length_b = norm(a), norm(b)
+        matrices.append(base.matrix(part))
         if math.isfinite(length_b) and length_b > 0:
             cosine = math.fsum(map(mul, a, b)) / (length_a * length_b)
             turns.append(math.sqrt(min(4.0, max(0.0, 2 - 2 * cosine))))
@@ -140,7 +143,10 @@ def _direction(base: Series, other: Series, k: int) -> tuple[float, float]:
         else:
             turns.append(math.inf)
             stretches.append(math.inf)
-    return (median(turns), abs(median(stretches))) if turns else (math.nan, math.nan)
+    if not turns:
+        return math.nan, math.nan
+    among = [places for places in (range(len(turns)), list(compress(count(), matrices))) if places]
+    return max(median(turns[at] for at in places) for places in among), max(abs(median(stretches[at] for at in places)) for places in among)
 
 
 def _growth(series: Series, begin: int, end: int, since: int, k: int) -> float:

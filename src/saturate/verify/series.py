@@ -2,10 +2,11 @@
 
 A folder holds `capture.jsonl` and `samples.bin`. The first line of the former is a header
 
-    {"schema": 3, "motif": "F B S", "dims": 1536, "segments": [64, 64, ...], "statistics": [64, ...], "samples": "float32",
-     "precision": "float32"}
+    {"schema": 3, "motif": "F B S", "dims": 1536, "segments": [64, 64, ...], "dimensions": [2, 1, ...], "statistics": [64, ...],
+     "samples": "float32", "precision": "float32"}
 
-and each following line one update: {"update": 0, "losses": [2.3], "grad_norm": 1.7, "digest": "..."}. The latter
+and each following line one update: {"update": 0, "losses": [2.3], "grad_norm": 1.7, "digest": "...", "settings": {"sets":
+[[0.1, 0.0, ...]], "of": [0, 0, ...]}}, the last of which are those of the optimizers, by tensor (`agent.settings`). The latter
 holds, after each update, `dims` numbers of the format `samples`, little-endian: the same strided sample of all trained
 parameters, tensor after tensor; `segments` says how many of them belong to each tensor. After them come the entries of the
 modules' buffers, as many of each as `statistics` says. `samples` is float64 where any of
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 SCHEMA = 3
 CAPTURE = "capture.jsonl"
@@ -57,6 +59,8 @@ class Series:
     than float32, else "". formats: that of each segment's tensor. loss_format: that of the losses. device: the type of device that
     the parameters are on. Each of these is empty where it is not known. statistics: the strided sample of the trained modules'
     buffers after the update (the running statistics of a normalisation), and statistics_segments how many entries are of each.
+    dimensions: of each segment's tensor. settings: what the optimizer is set to for each of them, in `agent.settings.NAMES`, None where it
+    is not known; empty where none is.
     """
 
     losses: list[list[float]]
@@ -72,6 +76,8 @@ class Series:
     device: str = ""
     statistics: list[Sequence[float]] = field(default_factory=list)
     statistics_segments: list[int] = field(default_factory=list)
+    dimensions: list[int] = field(default_factory=list)
+    settings: list[list[tuple[Any, ...] | None]] = field(default_factory=list)
 
     @property
     def rounding(self) -> float:
@@ -86,6 +92,10 @@ class Series:
     def coarse(self, part: int) -> bool:
         """Whether the tensor of this part is held in a format coarser than float32."""
         return part < len(self.formats) and self.formats[part] in COARSE
+
+    def matrix(self, part: int) -> bool:
+        """Whether the tensor of this part has two dimensions or more, as far as is known: what is trained, but for biases and scales."""
+        return part < len(self.dimensions) and self.dimensions[part] > 1
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -137,15 +147,21 @@ def _number(value: object) -> float:
     return math.nan if value is None else float(value)  # type: ignore[arg-type]
 
 
-def _updates(lines: list[bytes], path: Path) -> list[tuple[list[float], float, str]]:
+def _settings(told: Any) -> list[tuple[Any, ...] | None]:
+    """By tensor."""
+    sets = [tuple(tuple(one) if isinstance(one, list) else one for one in values) for values in (told or {}).get("sets", [])]
+    return [sets[place] if 0 <= place < len(sets) else None for place in (told or {}).get("of", [])]
+
+
+def _updates(lines: list[bytes], path: Path) -> list[tuple[list[float], float, str, list[tuple[Any, ...] | None]]]:
     found = []
     for position, line in enumerate(lines):
         try:
             record = json.loads(line)
             update = record["update"]
             found.append(([_number(v) for v in record["losses"]], _number(record.get("grad_norm")),
-                          str(record.get("digest") or "")))
-        except (ValueError, TypeError, KeyError) as error:
+                          str(record.get("digest") or ""), _settings(record.get("settings"))))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             if position == len(lines) - 1:
                 break               # the process was killed inside its last write
             raise CaptureDamaged(f"{path}: line {position + 2} is not an update: {error!r}") from error
@@ -177,12 +193,13 @@ def read(folder: Path) -> Series:
             for sample in rows:
                 sample.byteswap()
     n = min(len(updates), len(rows))
-    losses, norms, digests = [list(column) for column in zip(*updates[:n])] or ([], [], [])
+    losses, norms, digests, settings = [list(column) for column in zip(*updates[:n])] or ([], [], [], [])
     segments = list(header.get("segments") or [])
     told = {key: str(header.get(key) or "") for key in ("arithmetic", "loss_format", "device")}
     return Series(losses, norms, [row[:dims] for row in rows[:n]], str(header.get("motif", "")), digests, segments, header["precision"],
                   formats=list(header.get("formats") or []), **told,
-                  statistics=[row[dims:] for row in rows[:n]] if statistics else [], statistics_segments=statistics)
+                  statistics=[row[dims:] for row in rows[:n]] if statistics else [], statistics_segments=statistics,
+                  dimensions=list(header.get("dimensions") or []), settings=settings if any(settings) else [])
 
 
 def as_often(expected: Sequence[list[float]], found: Sequence[list[float]], fewer: float) -> list[list[float]]:
@@ -208,10 +225,13 @@ def write(series: Series, folder: Path) -> None:
     records: list[dict] = [{"schema": SCHEMA, "motif": series.motif, "dims": dims, "segments": series.segments,
                             "samples": series.precision, "precision": series.precision, "arithmetic": series.arithmetic,
                             "formats": series.formats, "loss_format": series.loss_format, "device": series.device,
-                            "statistics": series.statistics_segments}]
+                            "statistics": series.statistics_segments, "dimensions": series.dimensions}]
     for k, (losses, norm) in enumerate(zip(series.losses, series.grad_norms)):
         digest = series.digests[k] if series.digests else ""
-        records.append({"update": k, "losses": losses, "grad_norm": norm, "digest": digest})
+        own = series.settings[k] if series.settings else []
+        sets = list(dict.fromkeys(one for one in own if one is not None))
+        records.append({"update": k, "losses": losses, "grad_norm": norm, "digest": digest,
+                        "settings": {"sets": sets, "of": [-1 if one is None else sets.index(one) for one in own]}})
     (folder / CAPTURE).write_text("".join(json.dumps(record) + "\n" for record in records))
     with (folder / SAMPLES).open("wb") as file:
         for k, sample in enumerate(series.samples):

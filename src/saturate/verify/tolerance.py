@@ -35,6 +35,7 @@ from saturate.verify.deviation import (
     update_of,
 )
 from saturate.verify.series import COARSE, ROUNDING, Series
+from saturate.verify.settings import settled
 
 #: Fewer updates than this prove too little.
 LEAST_UPDATES = 50
@@ -82,6 +83,7 @@ class Tolerance(OfMetrics):
     slowest: float
     moves: float
     excused: list[frozenset[str]]       # what of each update is broken in an unchanged or perturbed run as well (see `broken`)
+    settled: int = 0                    # updates in which every run of the baseline sets its optimizers alike
     apart: Apart | None = None          # what is asked as well of a training whose trajectories separate at once
 
     @property
@@ -197,7 +199,7 @@ def tolerance(
     chance = 1 / math.sqrt(max(1, moves_without_direction(baseline)))
     more = _total([abs(run.moves) for run in runs], LEAST_MORE, SAFETY * chance)
     excused = [frozenset(what for run in (*aa, *twins) if k < len(run) for what, _ in broken(baseline, run, k)) for k in range(n)]
-    return Tolerance(loss, gradient, turn, stretch, drift, statistics, lag, more, excused, asked)
+    return Tolerance(loss, gradient, turn, stretch, drift, statistics, lag, more, excused, settled(baseline, [*aa, *twins]), asked)
 
 
 def _total(found: Sequence[float], *least: float) -> float:

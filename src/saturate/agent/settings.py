@@ -1,0 +1,35 @@
+"""What optimizers are set to, for every tensor that they train: a schedule that a technique detached, or a weight decay that it lost,
+shows there at once, and in what is trained long after a verification run has ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+#: Of a group of parameters, as torch's optimizers and most others name them.
+NAMES = ("lr", "weight_decay", "momentum", "betas", "eps")
+
+
+def of_parameters(optimizers: Iterable[Any], parameters: list[Any]) -> dict[str, Any]:
+    """{"sets": different settings, "of": the number of each parameter's in them, -1 where not just one group holds it}."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    holders = Counter(id(p) for group in groups for p in group["params"])
+    sets: list[list[Any]] = []
+    place_of: dict[int, int] = {}
+    for group in groups:
+        found = [_plain(group.get(name)) for name in NAMES]
+        if found not in sets:
+            sets.append(found)
+        place_of.update({id(p): sets.index(found) for p in group["params"] if holders[id(p)] == 1})
+    return {"sets": sets, "of": [place_of.get(id(parameter), -1) for parameter in parameters]}
+
+
+def _plain(value: Any) -> Any:
+    """A number, or a list of them; None of what is neither. A rate may be a tensor."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
