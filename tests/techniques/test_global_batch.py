@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 
@@ -182,6 +183,38 @@ def test_a_step_that_raises_does_not_raise_the_rate_for_good(context):
     optimizer.step()
     assert float(parameter.detach()) == pytest.approx(-2.4)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_checkpoint_after_an_interrupted_step_holds_the_script_s_own_rate(context):
+    """Ctrl-C in a step: the handler saved a rate four times as large, and what went on from there multiplied it again."""
+    global_batch.apply(context, global_batch.Options(factor=4))
+    sizes(context, batch_size=4, shuffle=True)
+
+    def step(self, closure=None):
+        raise KeyboardInterrupt
+
+    interrupted = type("SGD", (torch.optim.SGD,), {"step": step})
+    optimizer = interrupted([torch.nn.Parameter(torch.zeros(()))], lr=0.1)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
+    assert len(optimizer._optimizer_state_dict_pre_hooks) == 1
+    context.undo()
+    assert not optimizer._optimizer_state_dict_pre_hooks
+
+
+def test_datasets_are_not_kept(context):
+    """One shard after the other, each dropped by the script, filled the memory."""
+    global_batch.apply(context, global_batch.Options(factor=4))
+    alive = []
+    for _ in range(20):
+        shard = torch.utils.data.TensorDataset(torch.arange(40.0))
+        assert sizes(context, shard, batch_size=4, shuffle=True) == 16
+        alive.append(weakref.ref(shard))
+    del shard
+    assert [one() for one in alive] == [None] * 20
+    assert sizes(context, list(range(40)), batch_size=4, shuffle=True) == 16, "a list takes no weak references"
 
 
 def test_copies_and_resumed_optimizers_are_scaled_once(context):

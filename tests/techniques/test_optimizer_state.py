@@ -449,6 +449,27 @@ def test_what_it_cannot_do_it_refuses(options: dict[str, Any]) -> None:
         eight(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_what_interrupts_a_step_as_state_goes_to_rest_loses_nothing(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first step the checkpoint of the script's handler failed; in a later one the average of the step before stood for this one's."""
+    nets = [model(), model()]
+    plain, ours = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets)
+    eight(nets[1], ours)
+    train(nets[0], plain, steps), train(nets[1], ours, steps)
+    monkeypatch.setattr(EightBits, "rest", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        train(nets[1], ours, 1, seed=2)
+    saved = ours.state_dict()["state"]
+    first = saved[0]
+    monkeypatch.undo()
+    train(nets[0], plain, 1, seed=2)
+    expected = plain.state_dict()["state"][0]
+    assert float(first["step"]) == steps + 1
+    torch.testing.assert_close(first["exp_avg"], expected["exp_avg"], rtol=0.05, atol=2e-3)
+    train(nets[1], ours, 2, seed=3)
+    assert all(float(state["step"]) >= steps + 2 for state in ours.state_dict()["state"].values() if "step" in state)
+
+
 def test_undo_gives_the_state_back() -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())

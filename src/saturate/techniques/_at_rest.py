@@ -213,19 +213,21 @@ class Piece:
         if set(self.awake) != set(names):
             like = members[0]
             self.awake = {name: self.torch.zeros(end, dtype=like.dtype, device=like.device) for name in names}
-        awake, self.awake = self.awake, {}
-        self.plain_bytes = 0
+        plain_bytes = 0
         for index, parameter in enumerate(members):
             for name in names:
-                value, place = self.optimizer.state[parameter][name], self._view(awake[name], index)
+                value, place = self.optimizer.state[parameter][name], self._view(self.awake[name], index)
                 if value.data_ptr() != place.data_ptr() or value.stride() != place.stride():
                     place.copy_(value)      # otherwise the step has worked in it
-                self.plain_bytes += value.numel() * value.element_size()
+                plain_bytes += value.numel() * value.element_size()
+        self.turn += 1
+        # Until this has succeeded the state stays what the step has made of it: it may run out of memory, or be interrupted.
+        kept = self.form.rest(self.awake, self.kept, self.turn)
+        self.kept, self.awake, self.asleep, self.plain_bytes = kept, {}, True, plain_bytes
+        for index, parameter in enumerate(members):
+            for name in names:
                 self.standing[index, name] = resting_type(self.torch)(self, name, index, parameter.detach(), slots[index][2])
                 self.optimizer.state[parameter][name] = self.standing[index, name]
-        self.turn += 1
-        self.kept = self.form.rest(awake, self.kept, self.turn)
-        self.asleep = True
 
     def _find(self) -> tuple[tuple[str, ...], list[Any]]:
         """Names and parameters whose state can rest together."""

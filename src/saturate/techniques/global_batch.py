@@ -41,12 +41,13 @@ McCandlish et al., "An Empirical Model of Large-Batch Training", 2018 (critical 
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 from saturate import notices
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _closures
+from saturate.techniques import _closures, _given
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
@@ -56,6 +57,9 @@ TECHNIQUE = Technique(
     stage="import",
     touches=(Touch("loader", 20), Touch("global-batch"), Touch("learning-rate")),
 )
+
+#: Loaders made that are remembered, the latest: a framework builds one again soon.
+MOST_MADE = 64
 
 #: Exponent of the factor, by the optimizer's class. Others have no published rule.
 _EXPONENTS = {"SGD": 1.0, **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop"), 0.5)}
@@ -92,7 +96,7 @@ def bound(facts: Facts) -> float | None:
 def apply(context: Any, options: Options) -> str:
     loaders = Loaders(context, options.factor)
     context.on_loader(loaders.rewrite)
-    rates = Rates(options, loaders)
+    rates = Rates(options, loaders, context.on_undo)
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     context.on_undo(register_optimizer_step_pre_hook(rates.before_step).remove)
@@ -106,7 +110,8 @@ class Loaders:
     def __init__(self, context: Any, factor: int):
         self.context = context
         self.factor = factor
-        self.made: list[tuple[Any, int, Any]] = []      # (dataset, batch size that we gave it, what collates its items)
+        self.any_made = False
+        self._made: list[tuple[Any, int, Any]] = []     # (a weak reference to its dataset, batch size that we gave it, what collates its items)
 
     def rewrite(self, dataset: Any, arguments: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
         size = arguments.get("batch_size")
@@ -118,7 +123,9 @@ class Loaders:
         if _fewer_than(dataset if sampler is None else sampler, self.factor * size):
             return {}
         collate = arguments.get("collate_fn") or self.context.torch.utils.data.default_collate
-        self.made.append((dataset, self.factor * size, collate))
+        self.any_made = True
+        known = weakref.ref(dataset) if _given.referable(dataset) else lambda: dataset
+        self._made = [*(entry for entry in self._made if entry[0]() is not None), (known, self.factor * size, collate)][-MOST_MADE:]
         self.context.note(TECHNIQUE.id, f"batches of {self.factor * size} instead of {size}")
         return {"batch_size": self.factor * size}
 
@@ -126,7 +133,7 @@ class Loaders:
         """Whether a framework builds a loader again from one that was built: what is large already stays so. It takes over what such
         a one has: a sampler instead of `shuffle`, and a `collate_fn` also where the script gave none."""
         return arguments.get("sampler") is not None and any(
-            (known is dataset, enlarged, collate) == (True, size, arguments.get("collate_fn")) for known, enlarged, collate in self.made)
+            (known() is dataset, enlarged, collate) == (True, size, arguments.get("collate_fn")) for known, enlarged, collate in self._made)
 
 
 def _draws_at_random(arguments: dict[str, Any]) -> bool:
@@ -150,9 +157,11 @@ def _fewer_than(source: Any, samples: int) -> bool:
 class Rates:
     """Larger learning rates, for the length of one step."""
 
-    def __init__(self, options: Options, loaders: Loaders):
+    def __init__(self, options: Options, loaders: Loaders, on_undo: Any):
         self.options = options
         self.loaders = loaders
+        self.on_undo = on_undo
+        self._watched: Any = weakref.WeakSet()      # optimizers whose checkpoints are looked after
         self._raised: list[tuple[Any, Any, Any]] = []       # (group, the script's own rate, ours)
         self._told: set[str] = set()
 
@@ -160,7 +169,7 @@ class Rates:
         """What an earlier step left that raised, or a wrapper that shares the groups, is taken back first. A closure sees, and may
         set, the script's own rates. They are larger before it too: LBFGS reads its rate there."""
         self.restore(optimizer)
-        scale = self._scale(type(optimizer).__name__) if self.loaders.made else 1.0
+        scale = self._scale(type(optimizer).__name__) if self.loaders.any_made else 1.0
         if scale == 1.0:
             return None
         if not all("lr" in group for group in optimizer.param_groups):
@@ -171,6 +180,9 @@ class Rates:
 
     def _raise(self, optimizer: Any, scale: float) -> None:
         self.restore(optimizer)
+        if optimizer not in self._watched:          # a step that is interrupted ends without its hooks, and the script may save then
+            self._watched.add(optimizer)
+            self.on_undo(optimizer.register_state_dict_pre_hook(self.restore).remove)
         for group in optimizer.param_groups:
             own, group["lr"] = group["lr"], group["lr"] * scale
             self._raised.append((group, own, group["lr"]))
