@@ -101,3 +101,30 @@ def test_what_has_stopped_to_act_is_told_of_a_model_that_is_gone(stops, script, 
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     line = "saturate: channels-last was not in effect when the script ended: no parameter is stored channels-last\n"
     assert done.stderr == (line if stops else "")
+
+
+WITHOUT_COLLECTING = """
+import gc, sys, weakref, torch
+from saturate.agent.context import Context
+from saturate.techniques import fused_optimizer, optimizer_8bit
+module = {"fused": fused_optimizer, "eight": optimizer_8bit}[sys.argv[1]]
+model = torch.nn.Linear(128, 128)
+optimizer = torch.optim.AdamW(model.parameters())
+context = Context(torch)
+context.modules, context.optimizers, context.device = (model,), (optimizer,), "cpu"
+module.apply(context, module.Options())
+for _ in range(3):
+    model(torch.ones(1, 128)).sum().backward(); optimizer.step()
+gc.collect()            # of what torch itself leaves of its first steps
+gc.disable()
+things = [weakref.ref(optimizer), weakref.ref(model.weight)]
+del model, optimizer
+print([thing() is None for thing in things])
+"""
+
+
+@pytest.mark.parametrize("technique", ["fused", "eight"])
+def test_an_optimizer_goes_with_the_last_reference_to_it(technique, script):
+    """Its hooks held what held it: gigabytes of weights and state stayed until Python looked for cycles, as it does by their number."""
+    done = subprocess.run([sys.executable, str(script(WITHOUT_COLLECTING)), technique], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[True, True]\n", done.stdout + done.stderr

@@ -13,6 +13,7 @@ The optimizer stays the user's own object with its own class, groups, hooks and 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -164,14 +165,19 @@ class Piece:
     """A few parameters of one group whose state is woken and put to rest together. Same device and dtype."""
 
     def __init__(self, torch: Any, optimizer: Any, form: Form, params: list[Any]):
-        self.torch, self.optimizer, self.form, self.params = torch, optimizer, form, params
+        self.torch, self._optimizer, self.form, self.params = torch, weakref.ref(optimizer), form, params
         self.turn = 0
         self.kept: Any = None           # at rest; also later, to be used again
         self.asleep = False
         self.slots: list[tuple[Any, int, Any]] = []     # (parameter, offset, stride) of those in `kept`
-        self.standing: dict[tuple[int, str], Any] = {}  # (index, name) -> what stands in the state
+        self.standing: dict[tuple[int, str], Any] = {}  # (index, name) -> a weak reference to what stands in the state
         self.plain_bytes = 0
         self.awake: dict[str, Any] = {}     # flat tensors that the state is views of, until it rests again
+
+    @property
+    def optimizer(self) -> Any:
+        """Held weakly: it holds this, by its hooks, and must be gone with the script's last reference to it."""
+        return self._optimizer()
 
     def wake(self) -> None:
         """Give the state back. What somebody replaced or removed meanwhile stays as it is."""
@@ -180,7 +186,7 @@ class Piece:
         self.awake = self.form.wake(self.kept)
         for (index, name), resting in self.standing.items():
             state = self.optimizer.state.get(self.slots[index][0], {})
-            if state.get(name) is resting:
+            if name in state and state[name] is resting():
                 state[name] = self._view(self.awake[name], index)
         self._forget()
         kind = resting_type(self.torch)
@@ -226,8 +232,9 @@ class Piece:
         self.kept, self.awake, self.asleep, self.plain_bytes = kept, {}, True, plain_bytes
         for index, parameter in enumerate(members):
             for name in names:
-                self.standing[index, name] = resting_type(self.torch)(self, name, index, parameter.detach(), slots[index][2])
-                self.optimizer.state[parameter][name] = self.standing[index, name]
+                resting = resting_type(self.torch)(self, name, index, parameter.detach(), slots[index][2])
+                self.standing[index, name] = weakref.ref(resting)       # it holds this piece
+                self.optimizer.state[parameter][name] = resting
 
     def _find(self) -> tuple[tuple[str, ...], list[Any]]:
         """Names and parameters whose state can rest together."""
@@ -281,7 +288,7 @@ class Keeper:
     after the first step, and when loaded state was put to rest."""
 
     def __init__(self, context: Any, optimizer: Any, form: Form, smallest: int, report: Any):
-        self.torch, self.optimizer, self.form, self.smallest, self.report = context.torch, optimizer, form, smallest, report
+        self.torch, self._optimizer, self.form, self.smallest, self.report = context.torch, weakref.ref(optimizer), form, smallest, report
         self.pieces: dict[int, tuple[list[int], list[Piece]]] = {}      # by position of the group: ids it was made for
         for register, hook in ((optimizer.register_step_pre_hook, self._before_step),
                                (optimizer.register_state_dict_post_hook, self._saving),
@@ -290,6 +297,11 @@ class Keeper:
         context.on_undo(weakly(self.wake))      # the first that is undone: the hooks are what holds it
         if context.early:
             self.rest()         # what was loaded before training began
+
+    @property
+    def optimizer(self) -> Any:
+        """Held weakly: it holds this, by its hooks, and must be gone with the script's last reference to it."""
+        return self._optimizer()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         return (_StandIn(optimizer, self), *args[1:]), kwargs

@@ -6,6 +6,7 @@ state lies in another order than it does; on CUDA such a step raises. The kernel
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ class Layouts:
 
     def __init__(self, torch: Any, optimizer: Any):
         self._torch = torch
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)        # its hooks hold this
         self._known: tuple[Any, ...] = ()   # strides of parameters and gradients of a step in which all lay alike, and dtypes
 
     def forget(self) -> None:
@@ -26,7 +27,7 @@ class Layouts:
 
     def align(self) -> str:
         """Lay each gradient and state out as its parameter; why that is not enough, or ""."""
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [p for group in self._optimizer().param_groups for p in group["params"] if p.grad is not None]
         if not parameters:
             return ""
         gradients = [p.grad for p in parameters]
@@ -44,7 +45,7 @@ class Layouts:
             if _places(gradient) != _places(parameter):
                 parameter.grad = self._laid_out(parameter, gradient)
                 self._known = ()            # the next ones may come the same way
-            state = self._optimizer.state.get(parameter) or {}
+            state = self._optimizer().state.get(parameter) or {}
             for name, value in state.items():
                 if name != "step" and getattr(value, "shape", None) == parameter.shape and _places(value) != _places(parameter):
                     state[name] = self._laid_out(parameter, value)

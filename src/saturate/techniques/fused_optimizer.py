@@ -39,6 +39,7 @@ pytorch/pytorch issue 95415 (why fused is not the default).
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -167,13 +168,18 @@ class _Switch:
     looked up anew."""
 
     def __init__(self, optimizer: Any, torch: Any, note: Callable[[str], None]):
-        self.optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self.torch = torch
         self.note = note
         self.user_flags: list[dict[str, Any]] = []
         self.user_defaults = {flag: optimizer.defaults.get(flag) for flag in _FLAGS}
         self.layouts = Layouts(torch, optimizer)
         self.stopped = self.paused = False
+
+    @property
+    def optimizer(self) -> Any:
+        """Held weakly: it holds this, by its hooks, and must be gone with the script's last reference to it."""
+        return self._optimizer()
 
     def on(self) -> None:
         groups = self.optimizer.param_groups
