@@ -18,7 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.checkpoints import checks, collect, keeper, manifests, pointer  # noqa: E402
+from saturate.checkpoints import checks, collect, durable, keeper, manifests, pointer  # noqa: E402
 from saturate.checkpoints.chunks import Store  # noqa: E402
 
 load = pointer.loading(torch.load)
@@ -38,6 +38,30 @@ class Job:
         names = ["last.pt", *([f"ckpt_{step}.pt"] if step % 3 == 0 else [])]
         for name in names:
             self.keeper.save(str(self.folder / name), lambda target: torch.save(state, target))
+
+
+def test_what_a_killed_save_leaves_goes_with_the_next_one_and_with_gc(tmp_path):
+    """In the store, and beside the checkpoint, where a save that is plain again writes; what another process writes now stays."""
+    job = Job(tmp_path)
+    for step in range(3):
+        job.save(step)
+    assert pointer.read(tmp_path / "last.pt") is not None
+    store = tmp_path / "store"
+    for collected in (False, True):
+        left = [folder / f"{durable.TEMPORARY}{number}" for number, folder in enumerate((tmp_path, store, store / "packs", store / "manifests"))]
+        for path in left:
+            path.write_bytes(bytes(1000))
+        name, descriptor = durable.open_locked(str(tmp_path))
+        if collected:
+            with Store.open(store) as opened, opened.locked(alone=True):
+                plan = collect.plan(opened, 1, None, [])
+                assert sorted(plan.leftovers) == sorted(left) and plan.freed_bytes >= 4000
+                collect.carry_out(opened, plan)
+        else:
+            Job(tmp_path).save(3)
+        assert not any(path.exists() for path in left) and os.path.exists(name)
+        os.close(descriptor)
+        os.unlink(name)
 
 
 def step_in(path: Path) -> int:

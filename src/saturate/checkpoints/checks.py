@@ -146,7 +146,7 @@ def check_file(path: Path, named: bool = True) -> Check:
     its name says no more than that it may be one (tokens are `train.bin` too, images `train.tar`).
     """
     if path.name.startswith(_LEFTOVERS):
-        return Check(str(path), "leftover", "unknown", _size(path), _LEFT[target.is_written(path)])
+        return Check(str(path), "leftover", "unknown", _size(path), _LEFT[durable.is_written(path)])
     found = pointer.read(path)
     if found is not None:
         return _check_pointer(path, found)

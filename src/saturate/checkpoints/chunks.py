@@ -306,8 +306,9 @@ class PackWriter:
         self.store = store
         self.entries: dict[bytes, Entry] = {}
         self.name = f"{secrets.token_hex(16)}.pack"
-        self._path = durable.temporary(store.packs)
-        self._stream = open(self._path, "xb")           # noqa: SIM115 - closed by commit or abandon
+        path, descriptor = durable.open_locked(str(store.packs))
+        self._path = Path(path)
+        self._stream = open(descriptor, "wb")           # noqa: SIM115 - closed by commit or abandon
         self._stream.write(MAGIC)
         self._offset = len(MAGIC)
 

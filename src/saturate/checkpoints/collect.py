@@ -78,9 +78,19 @@ def plan(store: Store, keep: int, keep_every: int | None, places: list[Path]) ->
         else:
             plan.removed.append(manifest)
     _weigh_packs(store, plan)
-    plan.leftovers = [path for folder in (store.packs, store.manifests) for path in folder.glob(f"{durable.TEMPORARY}*")]
+    plan.leftovers = list(_leftovers(store, found))
     plan.freed_bytes += sum(path.stat().st_size for path in plan.leftovers)
     return plan
+
+
+def _leftovers(store: Store, found: list[Manifest]) -> Iterator[Path]:
+    """What killed processes left in the store and beside their checkpoints. Where a file system has no locks, only what is in the store
+    is told from what is being written: that is held meanwhile."""
+    own = (store.folder, store.packs, store.manifests)
+    for folder in dict.fromkeys([*own, *(Path(manifest.path).parent for manifest in found)]):
+        for path in folder.glob(f"{durable.TEMPORARY}*"):
+            if path.is_file() and durable.is_written(path) in ((False, None) if folder in own else (False,)):
+                yield path
 
 
 def _named(folders: list[Path], store: Path, deepest: int | None, unread: dict[Path, str]) -> dict[str, Path]:
@@ -179,7 +189,7 @@ def carry_out(store: Store, plan: Plan) -> None:
     for manifest in plan.removed:
         (store.manifests / f"{manifest.id}.json").unlink()
     for path in plan.leftovers:
-        path.unlink()
+        path.unlink(missing_ok=True)
     durable.sync_folder(store.manifests)        # before chunks go: a manifest must never come back without them
     for name in plan.rewritten_packs:
         _rewrite(store, name, plan.needed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -12,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-#: How temporary files are named. One that lies about belongs to a process that was killed.
+#: How temporary files are named. A file is locked while it is written, where its file system has locks: one that nobody locks belongs
+#: to a process that was killed.
 TEMPORARY = ".saturate-temporary-"
 
 #: What file systems answer that cannot sync a folder (shared folders of virtual machines, 9p, some of FUSE).
@@ -22,6 +22,60 @@ _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 def temporary(folder: Path) -> Path:
     """A name in `folder` that nobody else uses."""
     return folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+
+
+def open_locked(folder: str, prefix: str = TEMPORARY) -> tuple[str, int]:
+    """A new temporary file in `folder`, locked for as long as its descriptor is open. Raises OSError."""
+    while True:
+        name = os.path.join(folder, f"{prefix}{secrets.token_hex(8)}")
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        if _lock(descriptor) and os.fstat(descriptor).st_nlink:
+            return name, descriptor
+        os.close(descriptor)        # somebody took it for litter in the instant before it was locked
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether nobody else holds it. A file system without locks is nobody's: then litter stays."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            return True
+        raise
+    return True
+
+
+def is_written(path: Path) -> bool | None:
+    """Whether a process is writing this temporary file; None where it may not be opened, or its file system has no locks."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)        # shared: who else asks is no writer
+    except (BlockingIOError, FileNotFoundError):
+        return True                 # gone: it has become the real one
+    except OSError:
+        return None
+    return False
+
+
+def remove_litter(folder: str, prefix: str = TEMPORARY) -> None:
+    """Remove temporary files of processes that were killed while they wrote. Raises OSError where `folder` cannot be listed."""
+    for name in os.listdir(folder):
+        if not name.startswith(prefix):
+            continue
+        path = os.path.join(folder, name)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue                # gone, a folder, or not ours to remove
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        except OSError:
+            pass                    # in use, or on a file system that cannot tell
+        finally:
+            os.close(descriptor)
 
 
 def publish(temporary_path: Path, stream: BinaryIO, path: Path) -> None:
@@ -49,11 +103,10 @@ def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     path = target(path)
     if path.exists() and not path.is_file():        # a rename would take the place of a pipe or a device
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
-    new = temporary(path.parent)
+    name, descriptor = open_locked(str(path.parent))
+    new = Path(name)
     try:
-        with open(new, "xb") as stream:
-            with contextlib.suppress(OSError):      # locked while it is written, where that can be: see `target.is_written`
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(descriptor, "wb") as stream:
             if path.exists():       # before a byte of it is there: who may not read the old ones may not read the new ones
                 os.fchmod(stream.fileno(), stat.S_IMODE(path.stat().st_mode))
             write(stream)

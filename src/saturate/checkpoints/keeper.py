@@ -64,6 +64,7 @@ class Keeper:
         self.paths: dict[str, set[str]] = {}    # of those of this process, by id: where files that name them were put
         self.plain_s: list[float] = []          # what saves took that were left as they are, to compare with
         self.problem = ""                       # why nothing is stored any more
+        self._tidied: set[str] = set()          # folders in which nothing lies that a killed process left
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._began = manifests.new_id()        # behind the ids of earlier runs
@@ -75,6 +76,7 @@ class Keeper:
             return
         write = _interruptible(write)
         with self._lock:
+            self._tidy(os.path.dirname(os.path.realpath(path)))
             series = self._series(path)
             if self.problem:
                 _write_plain(path, write)
@@ -147,6 +149,12 @@ class Keeper:
             return f"{type(error).__name__}: {error}"
         return ""
 
+    def _tidy(self, folder: str) -> None:
+        """Once: what a process that was killed in the middle of a save has left there can be as large as a checkpoint."""
+        if folder not in self._tidied:
+            self._tidied.add(folder)
+            self._attempt(lambda: durable.remove_litter(folder))
+
     def _stop(self, problem: str) -> None:
         self.problem = problem
         self.say(f"incremental-checkpoint failed, saves are plain from now on ({problem})")
@@ -161,6 +169,8 @@ class Keeper:
     def _open(self) -> None:
         """Open the store. What an earlier run has kept there shows that it helps."""
         self.store = Store.create(self.folder, self.remember_bytes)
+        for folder in (self.store.folder, self.store.packs, self.store.manifests):
+            self._tidy(str(folder))
         found = manifests.all_of(self.store)[0]
         self.saved = [manifest for manifest in found if manifest.id < self._began]
         for manifest in found:

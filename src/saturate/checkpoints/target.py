@@ -1,22 +1,30 @@
 """One file that is about to be replaced: its temporary neighbour, and how the two change places.
 
-`path` holds the old bytes or the new ones at every instant, whatever is killed. A temporary file is locked while it
-is written, so one that nobody locks is the litter of a killed process and is removed by the next save into its folder.
+`path` holds the old bytes or the new ones at every instant, whatever is killed; but where a disk has no room for both and
+`give_way` was asked. A temporary file is locked while it is written, so one that nobody locks is the litter of a killed
+process and is removed by the next save into its folder.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
-from saturate.checkpoints.durable import sync_folder
+from saturate import notices
+from saturate.checkpoints import durable
+from saturate.records import sizes
 
 #: How files that are being written are named.
 LITTER = ".saturate-saving-"
+
+#: What a disk answers that is full, or of which nobody may have more.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+#: What is said of a save that is not atomic.
+_OVER = ": it is written over that, as without async-checkpoint; this save is NOT atomic, what ends it in the middle costs both\n"
 
 
 class Unsuitable(Exception):
@@ -30,6 +38,7 @@ class Target:
         self.path = os.path.realpath(path)              # a link stays: what it points to is replaced
         self.folder = os.path.dirname(self.path)
         self.before = _existing(self.path)
+        self.over = False                               # the old file is the one that is written
         self.temporary, self.descriptor = _open_locked(self.folder)
         try:
             self._like_before()
@@ -54,12 +63,33 @@ class Target:
         seen = os.fstatvfs(self.descriptor)
         return seen.f_bavail * seen.f_frsize
 
+    def give_way(self, error: OSError, size: int) -> int | None:
+        """After the new file of `size` bytes met `error`: where what is missing is room, and the old one would make enough, it is emptied
+        and takes the new one's place, as in a plain save. How many bytes were missing beside it; None: nothing was changed."""
+        if self.over or error.errno not in NO_ROOM:
+            return None
+        try:
+            before = _existing(self.path)
+        except Unsuitable:
+            return None
+        os.ftruncate(self.descriptor, 0)                # what the new one held is free again
+        free = 0 if error.errno == errno.EDQUOT else self.free_bytes()      # of a quota nobody tells what is left
+        if before is None or free + 512 * before.st_blocks < size:
+            return None
+        old = os.open(self.path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+        self.discard()
+        self.descriptor, self.over = old, True
+        return max(0, size - free)
+
     def publish(self) -> None:
         """The data must be synced. Afterwards `path` is the new file, also after a power failure."""
+        if self.over:
+            self.discard()
+            return
         os.replace(self.temporary, self.path)
         self.temporary = ""
         self.discard()
-        sync_folder(Path(self.folder))
+        durable.sync_folder(Path(self.folder))
 
     def discard(self) -> None:
         """Close, and remove the temporary file if it has not become the real one."""
@@ -72,6 +102,32 @@ class Target:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def new(path: str, over: bool) -> Target:
+    """A disk without room is an error of ours, unless what is there can be written over; any other that keeps the file from being
+    created is left to the plain save, which may do without a new file in the folder, and says what is wrong in its own words."""
+    try:
+        return Target(path)
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            if not over or not os.path.isfile(path):
+                raise
+            notices.tell(f"saturate: there is no room for a new {path} beside the old one{_OVER}")
+        raise Unsuitable(str(error)) from error
+
+
+def fill(target: Target, size: int, over: bool, write: Callable[[], object]) -> None:
+    """`write` `size` bytes to the descriptor of `target`, then publish it. Where that does not fit beside the old file, `over` it."""
+    try:
+        write()
+    except OSError as error:
+        missing = target.give_way(error, size) if over else None
+        if missing is None:
+            raise
+        notices.tell(f"saturate: there is no room for the new {target.path} beside the old one, {sizes.decimal(missing)} are missing{_OVER}")
+        write()
+    target.publish()
 
 
 def _existing(path: str) -> os.stat_result | None:
@@ -89,53 +145,9 @@ def _existing(path: str) -> os.stat_result | None:
 
 
 def _open_locked(folder: str) -> tuple[str, int]:
-    while True:
-        name = os.path.join(folder, f"{LITTER}{secrets.token_hex(8)}")
-        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        if _lock(descriptor) and os.fstat(descriptor).st_nlink:
-            return name, descriptor
-        os.close(descriptor)        # somebody took it for litter in the instant before it was locked
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether nobody else holds it. A file system without locks is nobody's: then litter stays."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            return True
-        raise
-    return True
-
-
-def is_written(path: Path) -> bool | None:
-    """Whether a process is writing this temporary file; None where it may not be opened, or its file system has no locks."""
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)        # shared: who else asks is no writer
-    except (BlockingIOError, FileNotFoundError):
-        return True                 # gone: it has become the real one
-    except OSError:
-        return None
-    return False
+    return durable.open_locked(folder, LITTER)
 
 
 def remove_litter(folder: str) -> None:
     """Remove temporary files of processes that were killed while they wrote."""
-    for name in os.listdir(folder):
-        if not name.startswith(LITTER):
-            continue
-        path = os.path.join(folder, name)
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue                # gone, or not ours to remove
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-        except OSError:
-            pass                    # in use, or on a file system that cannot tell
-        finally:
-            os.close(descriptor)
+    durable.remove_litter(folder, LITTER)

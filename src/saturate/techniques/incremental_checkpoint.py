@@ -35,7 +35,7 @@ How it is applied
 `torch.save`, Lightning's writer, `shutil.copyfile` and the functions of `os` that rename files are wrapped. Saves to
 streams, in torch's old format, in forked children, of less than 1 MiB, by other functions (safetensors, distributed
 checkpoints) are left alone. If anything of ours fails (the disk is full, the store is gone), the plain save happens
-instead, and one line on standard error says so.
+instead, and one line on standard error says so. What a process that was killed in a save has left behind goes with the next save there.
 
 References
 ----------
