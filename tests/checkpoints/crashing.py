@@ -3,7 +3,9 @@
     python crashing.py kills MODE COUNT SEED FOLDER      SIGKILL at random times; MODE "plain" is torch alone
     python crashing.py shards MODE COUNT SEED FOLDER     the same of distributed checkpoints, each over the one before
     python crashing.py ends FOLDER                       every way for a process to end, with a slow disk
-    python crashing.py full MODE FOLDER                  a small disk that the third checkpoint does not fit on
+    python crashing.py full MODE FOLDER                  a small disk that the third checkpoint does not fit on, neither beside the old one
+                                                         nor in its place
+    python crashing.py beside MODE FOLDER                the same, but in the place of the old one it does
 """
 
 from __future__ import annotations
@@ -169,8 +171,9 @@ def hold_disk() -> threading.Event:
     return free
 
 
-def full(mode: str, folder: Path) -> dict[str, Any]:
-    """`folder` has room for two checkpoints and a half. The third looks as if it fitted, while the second is not written."""
+def full(mode: str, folder: Path, mebibytes: tuple[float, float, float] = (1, 3, 3.5)) -> dict[str, Any]:
+    """`folder` has room for six mebibytes. The third checkpoint looks as if it fitted, while the second is not written."""
+    first, second, third = (int(size * 2**17) for size in mebibytes)        # a state takes eight bytes an element
     path, other = folder / "model.pt", folder / "other.pt"
     found = {}
     for name in ("next save", "end", "handled"):
@@ -178,11 +181,11 @@ def full(mode: str, folder: Path) -> dict[str, Any]:
         if not child:
             free = hold_disk()
             apply(mode)
-            torch.save(state(1, SIZE // 2), path)
+            torch.save(state(1, first), path)
             os.stat(path)
             free.clear()
-            torch.save(state(2, SIZE // 2), other)
-            torch.save(state(2, SIZE // 2), path)
+            torch.save(state(2, second), other)
+            torch.save(state(2, third), path)
             free.set()
             if name != "end":
                 os.stat(path)
@@ -198,6 +201,10 @@ def full(mode: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+def beside(mode: str, folder: Path) -> dict[str, Any]:
+    return full(mode, folder, (2, 2, 2))
+
+
 def main(what: str, *arguments: str) -> None:
     torch.set_num_threads(1)
     parent = os.getpid()
@@ -209,7 +216,7 @@ def main(what: str, *arguments: str) -> None:
     elif what == "ends":
         found = ends(Path(arguments[0]))
     else:
-        found = full(arguments[0], Path(arguments[1]))
+        found = (full if what == "full" else beside)(arguments[0], Path(arguments[1]))
     if os.getpid() == parent:
         print(json.dumps(found))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from saving_kit import applied, same, state
 
-from saturate.checkpoints import durable
+from saturate.checkpoints import durable, persist, seams
 
 PROGRAM = Path(__file__).with_name("crashing.py")
 
@@ -97,6 +98,67 @@ def test_a_full_disk(small_disk, mode):
     files = [1, 2, ["model.pt", "other.pt"]]
     found = run("full", mode, small_disk)
     assert found == {"next save": [errno.ENOSPC, *files], "end": [120, *files], "handled": [0, *files]}
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_disk_that_another_file_has_filled_meanwhile(small_disk, mode):
+    """The save is on its way when room is missing beside the old file: it is written over that, as the script alone would."""
+    files = [2, ["model.pt", "other.pt"]]
+    assert run("beside", mode, small_disk) == {"next save": [0, 3, *files], "end": [0, 2, *files], "handled": [0, 3, *files]}
+
+
+def test_a_disk_without_room_for_the_new_file_beside_the_old_one(small_disk, capfd):
+    """A plain save would go on, so this one does; what it needs, and that it is not atomic, is said."""
+    path = small_disk / "model.pt"
+    with applied("thread"):
+        torch.save(state(1, 3 << 18), path)
+        path.chmod(0o640)
+        torch.save(state(2, 7 << 17), path)
+        assert same(torch.load(path), state(2, 7 << 17)) and list(small_disk.iterdir()) == [path]
+        assert path.stat().st_mode & 0o777 == 0o640
+        said = capfd.readouterr().err
+        assert f"no room for the new {path} beside the old one" in said and "NOT atomic" in said and "are missing" in said
+        inode = path.stat().st_ino
+        torch.save(state(3, 1 << 18), path)         # fits
+        assert same(torch.load(path), state(3, 1 << 18)) and path.stat().st_ino != inode
+        assert "NOT atomic" not in capfd.readouterr().err
+
+
+def test_who_puts_a_new_file_in_the_place_of_the_old_one_never_writes_over_it(small_disk):
+    """As Lightning does: where that fails, the old one is whole."""
+    path = small_disk / "model.pt"
+    with applied("thread"):
+        torch.save(state(1, 3 << 18), path)
+        torch.load(path)
+        save = seams.Saves(torch, None, None).atomic_save(None)
+        with pytest.raises(OSError, match="No space left"):
+            save(state(2, 7 << 17), path)
+        assert same(torch.load(path), state(1, 3 << 18)) and list(small_disk.iterdir()) == [path]
+
+
+def test_a_quota_leaves_room_for_what_is_no_larger(tmp_path, monkeypatch):
+    """How much is left of one nobody tells: the old file's room is all that is sure."""
+    write, refused = persist.write, []
+
+    def limited(descriptor, buffers):
+        if not refused:
+            refused.append(descriptor)
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return write(descriptor, buffers)
+
+    path = tmp_path / "model.pt"
+    with applied("thread"):
+        torch.save(state(1), path)
+        torch.load(path)
+        monkeypatch.setattr(persist, "write", limited)
+        torch.save(state(2), path)
+        assert same(torch.load(path), state(2))
+        refused.clear()
+        torch.save(state(3, 1 << 17), path)
+        os.listdir(tmp_path)            # waits
+        with pytest.raises(OSError, match="Disk quota exceeded"):
+            torch.save(state(4), path)
+        assert same(torch.load(path), state(2))
 
 
 def test_a_disk_that_is_full_already(small_disk, capfd):

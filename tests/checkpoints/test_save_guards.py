@@ -22,7 +22,7 @@ from saving_kit import Disk, applied, as_another, same, state
 from saturate.checkpoints import host_memory, seams, writer
 from saturate.checkpoints.writer import MOST_PENDING
 
-ROOM = OSError(errno.ENOSPC, "No space left on device")
+BROKEN = OSError(errno.EIO, "Input/output error")
 
 
 @pytest.fixture
@@ -196,13 +196,13 @@ def test_every_step_to_one_path(tmp_path):
 
 
 def test_a_failed_save_is_raised_by_the_next(pending, disk, capsys):
-    disk.error = ROOM
+    disk.error = BROKEN
     disk.go()
     os.listdir(pending.parent)      # waits; a look never raises
-    assert f"the checkpoint {pending} was not written: [Errno 28]" in capsys.readouterr().err
+    assert f"the checkpoint {pending} was not written: [Errno 5]" in capsys.readouterr().err
     with pytest.raises(OSError) as found:
         torch.save(state(3), pending)
-    assert found.value.errno == errno.ENOSPC and found.value.filename == str(pending)
+    assert found.value.errno == errno.EIO and found.value.filename == str(pending)
     assert same(torch.load(pending), state(1)) and os.listdir(pending.parent) == ["model.pt"]
     torch.save(state(3), pending)
     assert same(torch.load(pending), state(3))
@@ -212,9 +212,9 @@ def test_a_failed_save_is_raised_by_the_next(pending, disk, capsys):
     lambda path: (path.parent.parent / "latest").write_text("step2"), lambda path: os.replace(path, path.with_name("b.pt")),
     lambda path: torch.load(path), lambda path: os.symlink("step2", path.parent.parent / "latest")])
 def test_a_failed_save_is_not_announced(pending, disk, announce):
-    disk.error = ROOM
+    disk.error = BROKEN
     disk.go()
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="Input/output error"):
         announce(pending)
     assert os.listdir(pending.parent.parent) in (["step1", "step2"], ["step2", "step1"])
 
@@ -226,7 +226,7 @@ def test_after_a_failed_save_nobody_removes_the_last_good_one(pending, disk, whe
     for number in range(3):
         with as_another():
             (old / f"shard{number}").write_bytes(b"good")
-    disk.error = ROOM
+    disk.error = BROKEN
     disk.go()
     purge = lambda: shutil.rmtree(old, ignore_errors=True)      # noqa: E731
     if where == "another thread":
@@ -241,7 +241,7 @@ def test_after_a_failed_save_nobody_removes_the_last_good_one(pending, disk, whe
             except OSError:
                 pass
     assert sorted(os.listdir(old)) == ["model.pt", "shard0", "shard1", "shard2"]
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="Input/output error"):
         torch.save(state(3), pending)
     torch.save(state(3), pending)
     shutil.rmtree(old)
@@ -249,12 +249,12 @@ def test_after_a_failed_save_nobody_removes_the_last_good_one(pending, disk, whe
 
 
 def test_a_failed_save_is_no_error_of_what_is_written_elsewhere(pending, disk, tmp_path):
-    disk.error = ROOM
+    disk.error = BROKEN
     disk.go()
     os.listdir(pending.parent)
     (tmp_path / "elsewhere" / "log").write_text("x")
     assert (pending.parent.parent / "step1" / "model.pt").read_bytes() == b"the last good one"
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="Input/output error"):
         torch.save(1, pending)
 
 
@@ -296,11 +296,11 @@ def test_a_file_that_is_made_in_memory_waits_for_room(tmp_path, disk, monkeypatc
 def test_what_was_saved_after_it_is_not_written_either(pending, disk, capsys):
     """A pointer that is itself a checkpoint must not speak of one that is missing."""
     torch.save({"latest": "model.pt"}, pending.with_name("latest.pt"))
-    disk.error = ROOM
+    disk.error = BROKEN
     disk.go()
     assert os.listdir(pending.parent) == ["model.pt"]
     assert "nor was" in capsys.readouterr().err
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="Input/output error"):
         torch.save(1, pending)
     torch.save(state(3), pending)
     assert same(torch.load(pending), state(3))
@@ -309,10 +309,10 @@ def test_what_was_saved_after_it_is_not_written_either(pending, disk, capsys):
 def test_a_standard_error_that_raises(pending, disk, monkeypatch):
     """The thread says its line and lives on."""
     monkeypatch.setattr(sys, "stderr", None)
-    disk.error = ROOM
+    disk.error = BROKEN
     disk.go()
     os.listdir(pending.parent)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="Input/output error"):
         torch.save(state(3), pending)
     torch.save(state(4), pending)
     assert same(torch.load(pending), state(4))
@@ -320,13 +320,13 @@ def test_a_standard_error_that_raises(pending, disk, monkeypatch):
 
 def test_another_thread_is_not_told(pending, disk):
     """A library's own thread would swallow it."""
-    disk.error = ROOM
+    disk.error = BROKEN
     disk.go()
     thread = threading.Thread(target=lambda: (pending.parent / "log").write_text("x"))
     thread.start()
     thread.join()
     assert (pending.parent / "log").exists()
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="Input/output error"):
         torch.save(1, pending)
 
 

@@ -195,7 +195,13 @@ def layout(request: dict[str, Any], contents: Iterable[Any]) -> Iterable[Any]:
 
     `request`: `records` [name, bytes, offset in the arena], `folder`, `alignment`.
     """
-    if not request["folder"]:
-        return contents
-    records = [(name, size) for name, size, _ in request["records"]]
-    return archive.pieces(archive.plan(request["folder"], records, request["alignment"]), contents)
+    return archive.pieces(_plan(request), contents) if request["folder"] else contents
+
+
+def file_bytes(request: dict[str, Any]) -> int:
+    """Size of the file that `layout` gives."""
+    return archive.total_bytes(_plan(request)) if request["folder"] else sum(size for _, size, _ in request["records"])
+
+
+def _plan(request: dict[str, Any]) -> tuple[archive.Entry, ...]:
+    return archive.plan(request["folder"], [(name, size) for name, size, _ in request["records"]], request["alignment"])

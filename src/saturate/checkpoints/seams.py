@@ -86,13 +86,18 @@ class Saves:
         return serialize_file
 
     def atomic_save(self, original: Any) -> Any:
-        """What replaces Lightning's `_atomic_save(checkpoint, path)`, which builds the whole file in memory first."""
+        """What replaces Lightning's `_atomic_save(checkpoint, path)`, which builds the whole file in memory first. It moves a new
+        file to its place, so that the old one is never written over."""
 
         def atomic_save(checkpoint: Any, filepath: Any) -> None:
             if "://" in str(filepath):
                 original(checkpoint, filepath)
             else:
-                self.torch.save(checkpoint, os.fspath(filepath))
+                _local.whole = True
+                try:
+                    self.torch.save(checkpoint, os.fspath(filepath))
+                finally:
+                    _local.whole = False
 
         return atomic_save
 
@@ -108,7 +113,8 @@ class Saves:
         return cover
 
     def hand_over(self, path: str, folder: str, records: list[tuple[str, Any, int]], alignment: int) -> None:
-        self.writer.save(os.path.abspath(path), folder, records, alignment)
+        over = bool(folder) and not getattr(_local, "whole", False)     # safetensors puts new files in the place of old ones, too
+        self.writer.save(os.path.abspath(path), folder, records, alignment, over)
         self.saved()
 
 

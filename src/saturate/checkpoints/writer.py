@@ -30,7 +30,7 @@ from saturate.checkpoints import persist, staging
 from saturate.checkpoints.arena import Pool
 from saturate.checkpoints.costs import Costs
 from saturate.checkpoints.own_calls import own_thread, quiet
-from saturate.checkpoints.target import Target, Unsuitable, remove_litter
+from saturate.checkpoints.target import NO_ROOM, Target, fill, new, remove_litter
 from saturate.records import sizes
 
 #: Staged bytes beyond this, and beyond three times the newest file, make a save wait for earlier ones.
@@ -39,21 +39,20 @@ MOST_STAGED_BYTES = 1 << 30
 MOST_PENDING = 16
 _POLL_S = 0.002
 _DISK_MARGIN_BYTES = 1 << 20
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
 class Job:
     """One file, or folder of files (then `folder` is the same), on its way. Paths are canonical.
 
-    `perform` makes it durable. `abandon` gives it up before that; None where other ranks wait for it.
+    `perform` makes it durable. `target` is given up where it is not to be; None where other ranks wait for it.
     """
 
     number: int
     path: str
     folder: str
     perform: Callable[[], None]
-    abandon: Callable[[], None] | None
+    target: Target | None
     staged: staging.Staged | None
     size: int
     thread: int
@@ -100,8 +99,9 @@ class Writer:
         """Whether this is a forked child: its saves are its own, and only what it looks at waits for the parent."""
         return os.getpid() != self._pid
 
-    def save(self, path: str, folder: str, records: list[tuple[str, Any, int]], alignment: int) -> None:
-        """Store records (name, bytes or storage, bytes) as an archive, or a bare one where `folder` is empty.
+    def save(self, path: str, folder: str, records: list[tuple[str, Any, int]], alignment: int, over: bool = False) -> None:
+        """Store records (name, bytes or storage, bytes) as an archive, or a bare one where `folder` is empty. `over`: without us, the file
+        at `path` would be written over, so that is done where the disk has no room for a new one beside it.
 
         Raises `Unsuitable` when the path wants a plain save, else OSError: of this save where it is synchronous or the
         file cannot be created, or of an earlier one.
@@ -118,22 +118,21 @@ class Writer:
             self._tidy(os.path.dirname(os.path.realpath(path)))
             if way != "sync":
                 self._leave_room()
-            target = _target(path)
+            target = new(path, over)
             try:
                 if target.free_bytes() < size + _DISK_MARGIN_BYTES:
                     way = "sync"                    # a disk that is full is better told by this save than by the next
                 staged = self._stage(way, records, size, alignment)
                 if staged is None:
                     way = "sync"
-                    self._write_now(target, request, records)
-                    target.publish()
+                    self._write_now(target, request, records, over)
                 else:
                     request["records"] = staged.records
-                    write = functools.partial(self._write_staged, target, way, request, staged)
-                    self._enqueue(target.path, target.folder, write, target.discard, staged, size)
+                    write = functools.partial(self._write_staged, target, way, request, staged, over)
+                    self._enqueue(target.path, target.folder, write, target, staged, size)
             except BaseException as error:
                 target.discard()
-                if isinstance(error, OSError) and error.errno in _NO_ROOM and target.before is not None:
+                if isinstance(error, OSError) and error.errno in NO_ROOM and target.before is not None and not target.over:
                     notices.tell(f"saturate: there is no room for the new {path} beside the old one, which stays whole: async-checkpoint needs "
                                  f"{sizes.decimal(size)} more on that disk than saves without it\n")
                 with self._condition:       # an interruption may come when it is on its way already
@@ -198,11 +197,12 @@ class Writer:
         self._held_bytes = max(self._held_bytes, arena.size)
         return staged
 
-    def _write_now(self, target: Target, request: dict[str, Any], records: list[tuple[str, Any, int]]) -> None:
+    def _write_now(self, target: Target, request: dict[str, Any], records: list[tuple[str, Any, int]], over: bool) -> None:
         jobs = list(self.pending.values())
         self._await([job.number for job in jobs if not self.foreign or job.path == target.path])
         self.raise_failure()        # of what it may be a pointer to
-        persist.write(target.descriptor, persist.layout(request, staging.raw_contents(self._torch, records)))
+        fill(target, persist.file_bytes(request), over, lambda: persist.write(
+            target.descriptor, persist.layout(request, staging.raw_contents(self._torch, records))))
 
     def prepare(self) -> OSError | None:
         """Before ranks agree on a save: whatever can go wrong with `perform` goes wrong here. An earlier failure, which then counts as
@@ -229,12 +229,12 @@ class Writer:
                 self._thread = None
                 raise
 
-    def _enqueue(self, path: str, folder: str, perform: Callable[[], None], abandon: Callable[[], None] | None,
+    def _enqueue(self, path: str, folder: str, perform: Callable[[], None], target: Target | None,
                  staged: staging.Staged | None, size: int) -> int:
         with self._condition:
             self._start()
             self._number += 1
-            job = Job(self._number, path, folder, perform, abandon, staged, size, threading.get_ident())
+            job = Job(self._number, path, folder, perform, target, staged, size, threading.get_ident())
             self.pending[job.number] = job
             self._queue.append(job)
             self._condition.notify_all()
@@ -259,11 +259,10 @@ class Writer:
             self._finish(job, failure)
             del job, failure        # what they hold would live until the next checkpoint
 
-    def _write_staged(self, target: Target, way: str, request: dict[str, Any], staged: staging.Staged) -> None:
+    def _write_staged(self, target: Target, way: str, request: dict[str, Any], staged: staging.Staged, over: bool) -> None:
         try:
             staged.wait()
-            self._persist(target.descriptor, way, request, staged)
-            target.publish()
+            fill(target, persist.file_bytes(request), over, lambda: self._persist(target.descriptor, way, request, staged))
         except BaseException:
             target.discard()
             raise
@@ -283,7 +282,8 @@ class Writer:
 
     def _finish(self, job: Job, failure: OSError | None) -> None:
         if failure is not None:
-            notices.tell(f"saturate: the checkpoint {job.path} was not written: {failure}; what was there before is untouched; "
+            before = "is lost, as it is without async-checkpoint" if job.target is not None and job.target.over else "is untouched"
+            notices.tell(f"saturate: the checkpoint {job.path} was not written: {failure}; what was there before {before}; "
                          "the error is raised at the next save or when the process ends\n")
         with self._condition:
             if failure is not None:
@@ -295,12 +295,12 @@ class Writer:
 
     def _give_up_after(self, failed: Job) -> None:
         """What the same thread saved after it, it would not have saved had it known; a pointer to it, for one."""
-        for job in [job for job in self._queue if job.thread == failed.thread and job.abandon is not None]:
+        for job in [job for job in self._queue if job.thread == failed.thread and job.target is not None]:
             self._queue.remove(job)
             if job.staged is not None:
                 job.staged.wait()       # a copy from a GPU may still be on its way into memory that is given back
             try:
-                job.abandon()
+                job.target.discard()
             except OSError as error:
                 notices.tell(f"saturate: a temporary file of {job.path} stays: {error}\n")
             self._remove(job)
@@ -416,17 +416,6 @@ def _plain(error: BaseException, path: str) -> OSError:
     if isinstance(error, OSError) and error.errno:
         return OSError(error.errno, error.strerror, path)       # Python picks the same subclass
     return OSError(errno.EIO, f"{type(error).__name__}: {error}", path)
-
-
-def _target(path: str) -> Target:
-    """A disk without room is an error of ours; any other that keeps the file from being created is left to the plain
-    save, which may do without a new file in the folder, and says what is wrong in its own words."""
-    try:
-        return Target(path)
-    except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise
-        raise Unsuitable(str(error)) from error
 
 
 _alive: weakref.WeakSet[Writer] = weakref.WeakSet()

@@ -15,7 +15,9 @@ Also where nothing gets faster: a plain `torch.save` that is killed leaves a fil
 
 When it hurts
 -------------
-The state is held once more in host memory, and the disk needs room for the new file beside the old one. Where processor
+The state is held once more in host memory, and the disk needs room for the new file beside the old one; where it has
+room for one of them only, `torch.save` writes over the old one, as it does by itself, and a line on stderr says that this
+save was not atomic. Safetensors, Lightning and distributed checkpoints keep the old one, and fail. Where processor
 and disk are busy anyway, writing later costs as much as writing now; so in mode "auto" the ways to write (now, by a
 thread, by a helper process) are measured in the run itself, slowdown of the steps included, and the cheapest in total is
 taken. A barrier right after the save waits for the file, because other ranks may open it then. A process that runs
