@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import shutil
+import subprocess
 import threading
 from pathlib import Path
 
@@ -279,6 +280,23 @@ def test_a_store_that_fails_during_a_save_leaves_the_old_checkpoint_until_the_ne
     state = job.save("last.pt")          # there is room again
     assert equal(load(job.folder / "last.pt"), state)
     assert [path.name for path in job.folder.glob(".saturate*")] == []
+
+
+def test_a_disk_without_room_for_two_files_takes_the_new_one_in_the_place_of_the_old_one(tmp_path):
+    """As the script alone does. Torch says of a stream that ends early that its archive is unfinished, not that the disk is full."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2560k", "none", disk], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        job = Job(disk)         # 1.7 MB in a file
+        states = [job.save("last.pt") for _ in range(4)]
+        assert "No space left" in job.lines[-1] or "unexpected pos" in job.lines[-1], job.lines
+        assert equal(torch.load(disk / "last.pt"), states[-1])
+        assert sorted(path.name for path in disk.iterdir()) == ["last.pt", "store"]
+        job.keeper.close()
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 def test_an_interrupted_save_leaves_nothing_behind(job):

@@ -270,10 +270,17 @@ def _write_plain(path: str, write: Callable[[Any], None]) -> None:
         return
     try:
         durable.replace(Path(path), write)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS) or pointer.read(path) is not None:
+    except Exception as error:
+        if _of_the_system(error) not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS) or pointer.read(path) is not None:
             raise
         write(path)
+
+
+def _of_the_system(error: BaseException | None) -> int | None:
+    """What the file system said; torch's writer puts an error about its unfinished archive in the place of that."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error.errno if error is not None else None
 
 
 def _replaceable(path: str) -> bool:
