@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from tune_kit import Folder, no_traceback_of_ours
 from saturate.cli.main import main
 from saturate.records.drill import DrillResult
 from saturate.study import drill as study_drill
+from saturate.study import drilling
 from saturate.study.drill import Reference, _Kills, fewest_files, updates_needed
 from saturate.study.drill_remedies import UNFINISHED, remedy_of
 from saturate.verify.resume_log import Log, Save, Step, Update
@@ -188,6 +190,26 @@ def test_a_remedy_speaks_of_a_loader_only_where_there_is_one() -> None:
 @pytest.mark.parametrize(("places", "needed"), [([], None), ([5, 10], None), ([5, 10, 15], 23), ([1, 2, 3], 11), ([90, 180, 270], 310)])
 def test_how_long_the_uninterrupted_run_is(places: list[int], needed: int | None) -> None:
     assert updates_needed(places, kills=2) == needed
+
+
+def test_a_kill_that_the_budget_cut_short_hides_none_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had said that nothing can be told."""
+    whole = drilling.Chain.run
+
+    def run(chain: drilling.Chain, *arguments: Any) -> drilling.Ran:
+        if chain.folder.name == "chain" and chain.started == 2:         # the last resume: nothing comes before the budget ends
+            return drilling.Ran([], None, chain.folder / "none.log", late=True)
+        return whole(chain, *arguments)
+
+    monkeypatch.setattr(drilling.Chain, "run", run)
+    (tmp_path / "train.py").write_text(changed(""))
+    request = study_drill.Request(
+        argv=[sys.executable, "train.py"], cwd=tmp_path, environment=Folder(tmp_path).environment(), directory=tmp_path / ".saturate",
+        kills=1, budget_s=300)
+    found = study_drill.drill(request, lambda line: None)
+    assert [one.outcome for one in found.drills] == ["resumes_exactly", "inconclusive"]
+    assert found.verdict == "resumes_exactly" and "the budget ended before it could be told of kill 2, in a save" in found.reason
+    assert "--budget 10m" in found.next_command and found.next_command.startswith("saturate drill")
 
 
 def test_words_that_are_not_utf8_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

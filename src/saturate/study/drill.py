@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import shlex
 import statistics
@@ -47,6 +48,9 @@ LEAST_TAIL, MOST_TAIL = 8, 40
 
 #: For how much of the budget, from the first update on, a checkpoint is waited for where the script writes other binary files only.
 OTHERS_SHARE = 0.1
+
+#: What may do where the budget ended before all kills were seen, as a multiple of it.
+LONGER = 2
 
 _SEED = 20
 
@@ -178,6 +182,8 @@ class _Work:
         self.drills: list[Drill] = []
         self.isolation = ""
         self.repeatable: bool | None = None
+        self.cut_short: list[Drill] = []                # of which the budget ended before anything could be told
+        self.missing = ""                               # what the budget did not hold
         self.first_update_s: float | None = None        # when it was seen, of the uninterrupted run
 
     def done(self) -> DrillResult:
@@ -192,10 +198,12 @@ class _Work:
             return self._result(reference, "inconclusive", "fewer than two updates were seen")
         with Chain(self.workload, self.folder / "chain", self.request.directory, self.step, reference.others) as chain:
             _Kills(self, chain, reference).carry_out()
-        worst = max(self.drills, key=lambda one: resume.OUTCOMES.index(one.outcome), default=None)
+        told = [one for one in self.drills if one not in self.cut_short]
+        worst = max(told or self.drills, key=lambda one: resume.OUTCOMES.index(one.outcome), default=None)
         if worst is None:
             return self._result(reference, "inconclusive", self.notes[-1] if self.notes else "nothing was killed")
-        return self._result(reference, worst.outcome, worst.reason, unfinished=worst.moment == "save")
+        reason = f"{worst.reason}; {self.missing}" if told and self.missing else worst.reason
+        return self._result(reference, worst.outcome, reason, unfinished=worst.moment == "save")
 
     # -- the uninterrupted run -----------------------------------------------------------------------------------------
 
@@ -252,13 +260,16 @@ class _Work:
         again = [*request.argv, *request.resume_args]
         saves = reference.saves if reference and not (reference.others and verdict == "no_checkpoint") else []
         missing = verdict == "starts_over" and not unfinished and not request.resume_args
-        if verdict == "resumes_exactly":
+        if verdict == "resumes_exactly" and not self.missing:
             following = ["saturate", "tune", *request.common_options(), "--", *request.argv]
         else:
             files = [[short(path, request.cwd) for path in save.paths] for save in saves]
             words = resume_words(source_of(script_of(request.argv, request.cwd)), files) if missing else request.resume_args
-            following = ["saturate", "drill", *request.options(words), "--", *request.argv]
+            longer = ["--budget", f"{math.ceil(LONGER * request.budget_s / 60)}m"] if self.missing else []
+            following = ["saturate", "drill", *request.options(words), *longer, "--", *request.argv]
         remedy = remedy_of(verdict, reason, unfinished, reference is None or reference.loads, request.resume_args)
+        if self.missing and not remedy:
+            remedy = "a longer drill sees the other kills: --budget TIME"
         return DrillResult(
             run=self.folder.name, command=request.argv, resume_command=again, verdict=verdict, reason=reason,  # type: ignore[arg-type]
             remedy=remedy, drills=self.drills, reference_updates=len(reference.updates) if reference else 0,
@@ -309,12 +320,17 @@ class _Kills:
             self.work.we_failed(ran)
             found = self._judge(ran, killed, moment)
             self.work.drills.append(found)
+            if ran.late and found.outcome == "inconclusive":
+                self.work.cut_short.append(found)
+                self.work.missing = f"the budget ended before it could be told of kill {number}" + (", in a save" if moment == "save" else "")
             self.work.say(f"killed after update {found.killed_at_update}" + (" while it saved" if moment == "save" else "")
                           + f": {found.outcome.replace('_', ' ')}; {found.reason}")
             if final or found.outcome in ("cannot_load", "starts_over", "no_checkpoint", "ends_early") or not reference.saves:
                 return
             if ran.ended is not None or ran.late:
                 self.work.notes.append(f"kill {number + 1} was left out: " + (ran.ended.reason if ran.ended else "the budget is used up"))
+                if ran.late:
+                    self.work.missing = self.work.missing or f"the budget ended before kill {number + 1}"
                 return
             if saving and not ran.held:
                 why = "its save had fewer files than those before" if ran.saves(reference.step) else "it did not save again within the compared updates"

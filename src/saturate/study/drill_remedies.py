@@ -40,7 +40,7 @@ def remedy_of(verdict: str, reason: str, unfinished: bool, loads: bool, resume_a
     """unfinished: the worst kill fell into a save. loads: a DataLoader gave the data."""
     if unfinished and verdict in ("cannot_load", "starts_over"):
         return UNFINISHED
-    if reason == resume.OTHER_DATA:
+    if reason.startswith(resume.OTHER_DATA):
         return DRAWN_ANEW
     if verdict == "starts_over" and resume_args:
         return f"make the script load its newest checkpoint when it is given {shlex.join(resume_args)}"

@@ -139,7 +139,7 @@ class _Follower:
         try:
             ended, late = self._wait(until, deadline)
             if ended is None and not late:
-                time.sleep(wait_s)
+                time.sleep(max(0.0, min(wait_s, deadline - time.monotonic())))
             killed_s = None if ended is not None else time.monotonic()
             if ended is None:
                 tree.kill(trial.supervisor.pid)
