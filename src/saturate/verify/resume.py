@@ -270,7 +270,8 @@ class _Given:
         if not used:
             how = "the same as that of an earlier epoch: the script seeds itself anew" if elsewhere is not None else "a new one"
             return "resumes_reordered", f"the epoch is complete, but its order is not that of the uninterrupted run ({how})"
-        if whole and len(used) * len(now) / whole >= EXPECTED_AGAIN:
+        ended = self._ended(len(used) + len(now))
+        if ended and len(used) * len(now) / ended >= EXPECTED_AGAIN:
             return "resumes_reordered", "no sample of the epoch came again, but the rest of it has another order"
         return "inconclusive", "too few updates were seen to tell whether the epoch went on or began anew"
 
@@ -296,6 +297,13 @@ class _Given:
         """How many samples an epoch has: at least as many as the longest one that was seen."""
         begins = [c for c, one in enumerate(self.reference) if one.begins]
         return max((sum(map(len, self.theirs[c: self._end(c)])) for c in begins), default=0)
+
+    def _ended(self, with_rest: int) -> int:
+        """How many samples an epoch has at most, by those that were seen to their end; 0: none was, so one may have any number.
+        `with_rest`: those of the resumed one, and what was used of it before."""
+        begins = [c for c, one in enumerate(self.reference) if one.begins]
+        seen = [sum(map(len, self.theirs[a:b])) for a, b in zip(begins, begins[1:])]
+        return max([*seen, *([with_rest] if any(one.begins for one in self.resumed[1:]) else [])], default=0)
 
     def _first_epoch(self) -> set[int]:
         end = next((c for c in range(1, len(self.resumed)) if self.resumed[c].begins), len(self.resumed))
