@@ -41,6 +41,20 @@ def test_the_options_of_a_fit_ask_the_same_question_again():
     assert asked(options_of(fit.nothing(first, "for a test").next_command)) == first
 
 
+@pytest.mark.parametrize(("words", "source", "knob"), [
+    (["--batch_size", "16", "--eval_batch_size", "4"], "", "--batch_size"),
+    (["--epochs", "3"], "parser.add_argument('--test-batch-size')\nparser.add_argument('--train_batch_size', type=int)", "--train_batch_size"),
+    (["--epochs", "3"], "", "--batch-size"),
+])
+def test_a_refused_command_is_searched_by_the_argument_that_it_has(words, source, knob, tmp_path):
+    """`--knob=--batch-size` ended every script that spells it otherwise."""
+    (tmp_path / "t.py").write_text(source)
+    first = asked(["--memory", "700MB"])
+    given = Request(argv=["python", "t.py", *words], cwd=tmp_path, environment={}, directory=first.request.directory)
+    refused = SimpleNamespace(verdict="refused", micro_batch=None)
+    assert asked(options_of(fit._next(Asked(given, first.memory_bytes), refused, None))).knob == knob
+
+
 def unproved(**changes):
     return SimpleNamespace(trials=0, likely=None, tried=[], left_s=lambda: 0.0, **changes)
 

@@ -18,6 +18,7 @@ import msgspec
 import saturate
 from saturate.checkpoints import durable
 from saturate.machine import gpus
+from saturate.machine.fingerprint import script_of
 from saturate.measure import memory_model
 from saturate.measure.memory_growth import Growth
 from saturate.records import sizes
@@ -26,10 +27,11 @@ from saturate.records.encoding import encoded
 from saturate.records.fit import Fit, LoaderBatch
 from saturate.study import baseline
 from saturate.study.ending import in_our_words
-from saturate.study.fit_knob import KnobSearch, knob_value, with_knob
+from saturate.study.fit_knob import KnobSearch, knob_value, likely_knob, with_knob
 from saturate.study.fit_process import Asking, MeteredBench
 from saturate.study.fit_search import MOST_TRIALS, Search
 from saturate.study.fit_state import Refused, in_proportion, without_limit
+from saturate.study.resume_option import source_of
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, new_run
 from saturate.trial.process import TrialEnded, Workload
@@ -293,8 +295,9 @@ def _advice_on_growth(search: Search, growth: Growth | None) -> list[str]:
 def _advice_on_failures(search: Search, answer: int) -> list[str]:
     """A larger size than the answer that ended for something else than memory: the search stopped there."""
     failed = [one for one in search.tried if one.outcome == "failed" and (one.micro_batch or 0) > answer]
+    driven = "" if isinstance(search, KnobSearch) else ": a script that counts its batches beforehand is searched with --knob"
     return [f"a batch of {one.micro_batch} was not refused for its memory: {one.reason or 'the script ended by itself'}; a size that the "
-            "script takes may be larger than the answer" for one in failed[-1:]]
+            f"script takes may be larger than the answer{driven}" for one in failed[-1:]]
 
 
 def _advice_on_time(search: Search, answer: int) -> list[str]:
@@ -346,7 +349,8 @@ def _next(asked: Asked, found: Fit, again: list[str] | None) -> str:
     """What to type next. `again`: options with which the same question may be answered, where it was not."""
     argv = asked.request.argv
     if found.verdict == "refused" and asked.knob is None:
-        return asked.command("--knob=--batch-size")
+        source = source_of(script_of(argv, asked.request.cwd))
+        return asked.command(f"--knob={likely_knob(argv, asked.request.cwd, source)}")
     if found.verdict == "inconclusive" and again is not None:
         return asked.command(*again)
     if found.micro_batch is not None and asked.knob is not None:

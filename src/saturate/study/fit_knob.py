@@ -49,6 +49,23 @@ def with_knob(argv: list[str], knob: str, value: int, cwd: str | os.PathLike[str
     return [*argv[:index], f"{before}{value}", *argv[index + 1:]]
 
 
+#: What arguments are called that hold the batch of a training; and those that hold another one.
+_CALLED = re.compile(r"--?([\w.-]+[-_.])?batch[-_]?size")
+_OTHERS = re.compile(r"eval|val[-_.]|test|infer|predict")
+
+
+def likely_knob(argv: list[str], cwd: str | os.PathLike[str], source: str) -> str:
+    """The argument that seems to hold the batch size, by the words of the command, then by the strings in the script's source.
+
+    >>> likely_knob(["python", "train.py", "--eval_batch_size=4", "--batch_size=8"], ".", "")
+    '--batch_size'
+    >>> likely_knob(["python", "train.py"], ".", "parser.add_argument('-b', '--batch_size', type=int)")
+    '--batch_size'
+    """
+    words = [word.partition("=")[0] for word in arguments_of(argv, cwd)] + re.findall(r"[\"'](--[\w.-]+)[\"']", source)
+    return next((word for word in words if _CALLED.fullmatch(word) and not _OTHERS.search(word)), "--batch-size")
+
+
 def _place(argv: list[str], knob: str, cwd: str | os.PathLike[str]) -> tuple[int, str] | None:
     """The word of `argv` that holds the number, and what stands in front of the number in it. Words of what starts the script
     (`taskset -c 0,1`) are not looked at; those behind a `--` only where the script's options do not hold it."""
