@@ -77,6 +77,18 @@ def test_epochs_keep_their_lengths(window, workers, persistent):
     assert [batch["y"].tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_evaluation_in_inference_mode_has_its_own_batches(window, workers):
+    """Such tensors have no versions: the script's validation ended with torch's error about that."""
+    window()
+    loader = DataLoader(Numbers(), batch_size=3, num_workers=workers)
+    training = iter(loader)
+    next(training)
+    with torch.inference_mode():
+        assert [batch["y"].tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert next(training)["y"].tolist() == [0, 1, 2] and sum(1 for _ in training) == 2
+
+
 def test_nothing_is_loaded_while_it_replays(window):
     dataset = Numbers()
     iterator = iter(DataLoader(dataset, batch_size=1))

@@ -32,6 +32,8 @@ class Replay(Window):
 
         @functools.wraps(original)
         def next_batch(this: Any) -> Any:
+            if self.torch.is_inference_mode_enabled():      # of an evaluation: not a batch to train on, and its tensors have no versions
+                return original(this)
             key = id(this._dataset), getattr(this._index_sampler, "batch_size", None)
             if key not in kept or at_end(this):
                 batch = original(this)              # raises StopIteration at the end
