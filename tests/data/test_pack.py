@@ -319,6 +319,19 @@ def test_an_image_beside_the_class_folders_takes_no_labels_away(images: Path) ->
     assert [field.name for field in open_source(images / "cat").schema] == ["image"]
 
 
+def test_parts_of_a_dataset_are_not_taken_for_its_classes(images: Path, tmp_path: Path) -> None:
+    """`saturate pack imagenet/` had labels 0 and 1, for train and val."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    images.rename(whole / "train")
+    with pytest.raises(UsageError, match="parts of a dataset, not classes: train") as refused:
+        open_source(whole)
+    assert "SRC/train" in refused.value.remedy
+    assert "label" in open_source(whole / "train").schema.names
+    (whole / "train" / "cat").rename(whole / "cat")         # two classes, one of them called so
+    assert "label" in open_source(whole).schema.names
+
+
 def test_a_value_of_another_type_names_the_row(tmp_path: Path) -> None:
     (tmp_path / "n.csv").write_text("x\n" + "1\n" * 700_000 + "one\n")
     with pytest.raises(UsageError, match="behind row") as caught:

@@ -21,6 +21,8 @@ BEGINNINGS = (b"\xff\xd8", b"\x89PNG\r\n", b"RIFF", b"BM", b"GIF8", b"II*\0", b"
               *(b"P%d" % kind for kind in range(1, 7)))
 TEXT = frozenset({".txt", ".md", ".rst", ".py", ".json", ".jsonl"})
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+#: What folders are called that hold a part of a dataset each.
+SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval"})
 KINDS = ("images", "text", "csv", "parquet")
 
 #: Bytes of one record batch at most, whatever its rows.
@@ -64,6 +66,14 @@ def _refuse_partitions(files: list[File], columns: list[str]) -> None:
             raise UsageError(f"a column stands in the names of folders, not in the files: {lost}", evidence=file.name,
                              cause="files are packed with the columns that they hold, so its values would be lost",
                              remedy="write it into the files: pyarrow.dataset.dataset(SRC, partitioning='hive') reads both; or pack each folder apart")
+
+
+def _refuse_splits(files: list[File], classes: list[str]) -> None:
+    """The folder above those of ImageFolder: its folders would be the classes, and the classes be gone. Without folders in them, they
+    may be classes after all."""
+    if classes and all(name.lower() in SPLITS for name in classes) and all(file.name.count("/") > 1 for file in files):
+        raise UsageError(f"its folders are parts of a dataset, not classes: {', '.join(classes)}", evidence=files[0].name,
+                         cause="the first folder that an image lies in is its label", remedy=f"pack each by itself: SRC/{classes[0]}")
 
 
 def _files(path: Path) -> list[File]:
@@ -139,6 +149,7 @@ def _images(path: Path, files: list[File]) -> Source:
         raise UsageError(f"{len(bare)} class folders hold no images", evidence=", ".join(sorted(bare)[:3]),
                          cause="labels count the class folders, so leaving one out would shift those after it",
                          remedy="remove those that are no classes, or put their images back")
+    _refuse_splits(files, classes)
     number = {name: index for index, name in enumerate(classes)}
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     schema = pa.schema([("image", image), *([("label", pa.int64())] if labelled else [])])
