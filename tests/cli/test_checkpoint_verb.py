@@ -193,7 +193,7 @@ def test_what_is_being_replaced_is_told_from_what_a_killed_process_left(tmp_path
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(target.fcntl, "flock", no_locks)
+    monkeypatch.setattr(durable.fcntl, "flock", no_locks)
     durable.replace(tmp_path / "state", lambda stream: stream.write(b"1"))
     assert (tmp_path / "state").read_bytes() == b"1" and "or was killed" in problems()[0]
 
