@@ -212,6 +212,16 @@ def test_a_kill_that_the_budget_cut_short_hides_none_of_the_others(tmp_path: Pat
     assert "--budget 10m" in found.next_command and found.next_command.startswith("saturate drill")
 
 
+def test_a_budget_without_an_update_is_told_with_the_share_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 40 s it had waited 12, and `next` was the same command again."""
+    monkeypatch.setattr(drilling.Chain, "run", lambda chain, *arguments: drilling.Ran([], None, chain.folder / "none.log", late=True))
+    request = study_drill.Request(
+        argv=[sys.executable, "-c", ""], cwd=tmp_path, environment=Folder(tmp_path).environment(), directory=tmp_path / ".saturate", budget_s=40)
+    found = study_drill.drill(request, lambda line: None)
+    assert found.verdict == "inconclusive" and "no update was seen in 12 s, the 30% of the budget" in found.reason
+    assert "--budget 2m" in found.next_command
+
+
 def test_words_that_are_not_utf8_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["python", os.fsdecode(b"tr\xff.py")]
     found = DrillResult(run="x", command=argv, resume_command=argv, verdict="inconclusive", reason="for a test")

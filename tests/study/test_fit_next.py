@@ -68,6 +68,13 @@ def test_a_budget_that_ended_is_longer_the_next_time():
     assert longer.request.budget_s == 360.0 and longer.memory_bytes == 700_000_000 and longer.options() == first.options()
 
 
+def test_a_budget_that_ended_before_the_first_steps_says_so():
+    """It said no more than that it had ended."""
+    silent = unproved(facts={}, limit_bytes=1, best=None)
+    silent.tried = [SimpleNamespace(outcome="out_of_time", reason="the budget ended", micro_batch=None)]
+    assert "before the first training steps" in fit._verdict(silent, None, "", "", False)[1]
+
+
 def test_a_size_that_fails_by_itself_does_not_ask_for_time():
     failed = SimpleNamespace(trials=2, likely=None, tried=[SimpleNamespace(reason="it crashed")], left_s=lambda: 30.0)
     assert not fit._for_want_of_time(failed)

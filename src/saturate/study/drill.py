@@ -99,6 +99,7 @@ class Reference:
     others: bool = False
     loads: bool = True          # a DataLoader gave batches
     files: int = 1
+    cut_short: bool = False     # for want of time
 
     @property
     def gap(self) -> int:
@@ -195,7 +196,7 @@ class _Work:
                  f"{'other files, and no checkpoint,' if reference.others else 'checkpoints'} after update "
                  f"{', '.join([*places[:6], *(['...'] if places[6:] else [])]) or '(none)'}")
         if len(reference.updates) < 2:
-            return self._result(reference, "inconclusive", "fewer than two updates were seen")
+            return self._result(reference, "inconclusive", self._too_late("one update only") if reference.cut_short else "fewer than two updates were seen")
         with Chain(self.workload, self.folder / "chain", self.request.directory, self.step, reference.others) as chain:
             _Kills(self, chain, reference).carry_out()
         told = [one for one in self.drills if one not in self.cut_short]
@@ -216,7 +217,7 @@ class _Work:
         self.failed_by_itself(ran)
         step = ran.step
         if step is None or not ran.updates(step):
-            return None, ran.ended.reason if ran.ended else "no update was seen in the time that there is: give it more, --budget TIME"
+            return None, ran.ended.reason if ran.ended else self._too_late("no update")
         updates = ran.updates(step)
         saves = ran.saves(step)
         others = [] if saves else ran.saves(step, "wrote")
@@ -226,7 +227,13 @@ class _Work:
         cut_short = ran.ended is None and needed is None
         saves = [save for save in saves or others if save.update < len(updates) or cut_short]
         return Reference(updates, saves, step, statistics.median(times) / 1e9 if times else 0.0, bool(others), ran.loads,
-                         fewest_files(ran.logs, "wrote" if others else "save")), ""
+                         fewest_files(ran.logs, "wrote" if others else "save"), ran.late), ""
+
+    def _too_late(self, seen: str) -> str:
+        """Why nothing could be killed: the uninterrupted run was over for want of time."""
+        share_s = REFERENCE_SHARE * self.request.budget_s
+        self.missing = f"{seen} was seen in {share_s:.0f} s, the {REFERENCE_SHARE:.0%} of the budget that an uninterrupted run has"
+        return f"{self.missing}: give it more, --budget TIME"
 
     def _seen_enough(self, log: resume_log.Log) -> bool:
         done = log.updates(log.step)

@@ -207,6 +207,8 @@ def _verdict(search: Search, answer: int | None, refusal: str, too_short: str, i
     if sizes_failed and search.left_s() > 0:
         return "nothing_fits", f"no size that was tried fits {limit}"
     reasons = [one.reason for one in search.tried if one.reason]
+    if not search.facts and search.tried and search.tried[-1].outcome == "out_of_time":
+        return "inconclusive", "the budget ended before the first training steps, by which it is told what one is"
     return "inconclusive", reasons[-1] if reasons else "the budget ended before a size was proved"
 
 
