@@ -297,9 +297,8 @@ def _advice_on_growth(search: Search, growth: Growth | None) -> list[str]:
 def _advice_on_failures(search: Search, answer: int) -> list[str]:
     """A larger size than the answer that ended for something else than memory: the search stopped there."""
     failed = [one for one in search.tried if one.outcome == "failed" and (one.micro_batch or 0) > answer]
-    driven = "" if isinstance(search, KnobSearch) else ": a script that counts its batches beforehand is searched with --knob"
     return [f"a batch of {one.micro_batch} was not refused for its memory: {one.reason or 'the script ended by itself'}; a size that the "
-            f"script takes may be larger than the answer{driven}" for one in failed[-1:]]
+            "script takes may be larger than the answer" for one in failed[-1:]]
 
 
 def _advice_on_time(search: Search, answer: int) -> list[str]:
