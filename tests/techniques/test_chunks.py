@@ -200,6 +200,22 @@ def test_a_backward_of_a_trusted_size_runs_out(make, loss, accumulate, clear_to_
         context.undo()
 
 
+def test_a_hook_on_the_output_of_a_batch_that_runs_again_has_its_say():
+    """What it makes of the gradient goes on."""
+    (plain, tuned), found = twins(), []
+    dynamic_batch.apply(context_of(tuned), dynamic_batch.Options())
+    for model in (plain, tuned):
+        for step in range(4):
+            model.train().zero_grad()
+            quota = model.quota[0] = FailsOnce(1, at=1) if model is tuned and step == 3 else Quota()
+            output = model(torch.randn(8, 6, generator=torch.Generator().manual_seed(step)))
+            output.register_hook(lambda gradient: gradient * 2)
+            output.square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert quota.failures
+    assert_same_gradients(*found)
+
+
 class FailsOnce(Quota):
     """In one place, in the backward number `at` of a whole batch that the script's own graph is walked in."""
 

@@ -37,10 +37,11 @@ class Batch:
         self.seen: dict[int, Any] = {}                  # some entries of each output
         self.autocast = Autocast(rescue.torch, rescue.device)
 
-    def arrived(self, position: int, gradient: Any) -> None:
+    def arrived(self, position: int, number: int, gradients: tuple[Any, ...]) -> None:
+        """At the node that computed an output as its result `number`: what the script's hooks on the output have made of its gradient."""
         if not self.gradients:
             self.rescue.arrived.append(self)
-        self.gradients[position] = gradient
+        self.gradients[position] = gradients[number]
 
     def forget(self) -> None:
         """It lives as long as the script's graph; what it holds need not."""
@@ -124,7 +125,7 @@ class Rescue:
         if tensor.grad_fn is not None:
             batch.nodes[_identity(tensor.grad_fn)] = position
             batch.seen[position] = glimpse(tensor)
-            tensor.register_hook(functools.partial(batch.arrived, position))
+            tensor.grad_fn.register_prehook(functools.partial(batch.arrived, position, tensor.output_nr))
 
     # -- when memory has run out -------------------------------------------------------------------------------------
 
