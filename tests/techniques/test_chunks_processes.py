@@ -83,11 +83,62 @@ def test_a_run_survives_memory_that_really_runs_out(run):
     assert chunks and chunks == sorted(set(chunks)), "one line for each change"
 
 
+#: The batch is too large from the first step on: beside the activations there is no room for a loss over thousands of words.
+WORDS = """
+import resource, sys, torch, torch._dynamo, sympy, mpmath      # the modules that a look at a model needs are there before the limit
+torch.manual_seed(0)
+
+class Words(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(8000, 64)
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(
+            torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 64)) for _ in range(24))
+        self.head = torch.nn.Linear(64, 8000)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+def data_bytes():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
+
+model = Words()
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + int(sys.argv[1]) * 2**20,) * 2)
+losses = []
+for step in range(3):
+    x, y = torch.randint(8000, (2, 64, 32), generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(x).view(-1, 8000), y.view(-1))
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+print(losses)
+"""
+
+
+@pytest.mark.parametrize("limit", [300, 390], ids=["in its forward", "in its backward"])
+def test_a_run_survives_a_loss_that_really_runs_out(run, clean_environment, limit):
+    clean_environment["MALLOC_MMAP_THRESHOLD_"] = "65536"       # what is given back is the kernel's again
+    roomy = run(WORDS, 100_000)
+    assert roomy.returncode == 0, roomy.stderr
+    died = run(WORDS, limit)
+    assert died.returncode == 1 and "DefaultCPUAllocator: can't allocate memory" in died.stderr
+    survived = run(WORDS, limit, techniques=[("dynamic-batch", {})])
+    assert survived.returncode == 0, survived.stderr
+    assert numbers(survived.stdout) == pytest.approx(numbers(roomy.stdout), rel=1e-5)
+    assert "Words ran out of memory; batches of this size run in 2 chunks" in survived.stderr
+
+
 def numbers(text):
     return [float(number) for number in re.findall(r"\d+\.\d+", text)]
 
 
-#: Two ranks with data and quotas of their own; rank 1 runs out of memory where rank 0 does not.
+#: Two ranks with data and quotas of their own; rank 1 runs out of memory where rank 0 does not, and first in the backward of its loss.
 RANKS = """
 import sys, torch
 import torch.distributed as dist
@@ -97,6 +148,22 @@ from saturate.techniques import dynamic_batch, micro_batch
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if failing:
+            failing.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return gradient
+
+failing = set()
+mean_squares = torch._C._nn.mse_loss
+torch._C._nn.mse_loss = lambda *given: Fails.apply(mean_squares(*given))
 
 def train(technique, options):
     torch.manual_seed(0)
@@ -112,12 +179,14 @@ def train(technique, options):
     for update in range(12):
         if technique is not None and update == 2:
             technique.apply(context, technique.Options())
+            failing.update(["loss"] if technique is dynamic_batch and rank == 1 else [])
         if technique is dynamic_batch and rank == 1 and update >= 3:
             inner.quota[0].limit = 3
         x = torch.randn(9 + (update >= 3), 6, generator=generator, dtype=torch.float64)
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        torch.nn.functional.mse_loss(model(x), torch.zeros(len(x), 3, dtype=torch.float64)).backward()
         optimizer.step()
+    assert not failing
     sums = [float(p.detach().double().sum()) for p in inner.parameters()]
     return [*sums, len(heard), bool(inner.quota[0].failures), bool(context.notes)]
 

@@ -18,10 +18,10 @@ from saturate.techniques import _common, _trees
 from saturate.techniques._api import NotApplied
 from saturate.techniques._chunk_compare import compare
 from saturate.techniques._chunk_modes import Randomness, devices_of
-from saturate.techniques._chunk_plan import NotSplittable, Plan
+from saturate.techniques._chunk_plan import NoRoom, NotSplittable, Plan
 from saturate.techniques._chunk_proof import SAMPLES, Watch, census, prove
 from saturate.techniques._chunk_rescue import Batch, Rescue
-from saturate.techniques._chunks import Call, Listener, free, out_of_memory, without_frames
+from saturate.techniques._chunks import DRAWS, Call, Listener, free, out_of_memory, without_frames
 from saturate.techniques._interrupts import from_signal_handler
 
 #: Outside of everything that changes how a module computes, a compiler included.
@@ -140,8 +140,8 @@ class Guard:
         else:
             if self.rescue is None:
                 return output
-            again = functools.partial(self._after_failure, asked)
-            return self.rescue.follow(output, Batch(self.rescue, asked.module, inputs, again, self.say))
+            again, foreseen = functools.partial(self._after_failure, asked), functools.partial(self._foreseen, asked)
+            return self.rescue.follow(output, Batch(self.rescue, asked.module, inputs, again, foreseen, self.say))
         return self._after_failure(asked, failure)
 
     def _forward(self, asked: Asked) -> Any:
@@ -161,18 +161,22 @@ class Guard:
             return asked.run()
         return self._run(batch, plan, chunks)
 
-    def _run(self, batch: Parts, plan: Plan, chunks: int) -> Any:
-        """In as many chunks as it takes."""
+    def _run(self, batch: Parts, plan: Plan, chunks: int, told: bool = True) -> Any:
+        """In as many chunks as it takes. `told`: its policy is to learn what it took."""
         torch, asked = self.torch, batch.asked
         self.cut[batch.key] += chunks > 1
         samples = plan.samples(batch.inputs)
         state = Randomness(torch, devices_of(asked.module))
         while True:
             try:
-                began = self.policy.began(batch.size, chunks, _trees.shapes(batch.inputs, torch.Tensor))
+                began = self.policy.began(batch.size, chunks, _trees.shapes(batch.inputs, torch.Tensor)) if told else lambda: None
                 listener = Listener(lambda failed, now, why: self._smaller(batch, plan, -(-samples // now), why),
-                                    self._done(batch.key, samples, chunks, began), self._twice)
-                return Call(torch, asked.module, asked.inner, batch.skeleton, plan, samples, chunks, listener).run(batch.inputs)
+                                    self._done(batch.key, samples, chunks, began), self._twice, self.say)
+                call = Call(torch, asked.module, asked.inner, batch.skeleton, plan, samples, chunks, listener)
+                output = call.run(batch.inputs)
+                if self.rescue is not None and call.graph is not None:
+                    self.rescue.guarded.add(call)
+                return output
             except Exception as error:
                 fits_not = out_of_memory(error, torch)
                 if (fits_not and chunks >= samples) or from_signal_handler(error):
@@ -190,20 +194,32 @@ class Guard:
     def _after_failure(self, asked: Asked, failure: Exception) -> Any:
         """Memory ran out in a forward that the script ran whole, or in its backward: the outputs once more, in chunks."""
         free(self.torch)
-        batch = asked.taken_apart(self.torch)
-        if batch.key not in self.plans:
-            self._examine(batch)
-        plan = self.plans[batch.key]
-        if plan is None or not _agree_on_two(plan, batch.inputs) or not self._exact(batch, plan, 2):
+        batch, plan = self._planned(asked)
+        if plan is None or not self._exact(batch, plan, 2):
             raise failure
         self.policy.smaller(batch.size, 2, str(failure))
         return self._run(batch, plan, 2)
 
     # -- whether it can be cut -------------------------------------------------------------------------------------
 
+    def _planned(self, asked: Asked) -> tuple[Parts, Plan | None]:
+        """How a call is cut in two; None where it cannot be."""
+        batch = asked.taken_apart(self.torch)
+        if batch.key not in self.plans:
+            self._examine(batch)
+        plan = self.plans[batch.key]
+        return batch, plan if plan is not None and _agree_on_two(plan, batch.inputs) else None
+
+    def _foreseen(self, asked: Asked) -> str:
+        """Why a call that ran whole cannot be run again in chunks; empty when nothing is known that is against it."""
+        plan = self._planned(asked)[1]
+        return "it cannot be cut" if plan is None else DRAWS if plan.draws else ""
+
     def _first_look(self, batch: Parts, watch: Watch) -> Any:
-        """The script's own forward, watched; then the proof."""
-        output = self._as_written(batch.asked, batch.inputs)
+        """The script's own forward, watched; then the proof. Where that shows how to cut it, the same once more, guarded: a batch that
+        is too large in every step is so in the first."""
+        state = Randomness(self.torch, devices_of(batch.asked.module)) if self.rescue is not None else None
+        output, kept = self._as_written(batch.asked, batch.inputs), True
         if batch.key in self.plans:
             return output               # memory ran out, and it was examined for that
         try:
@@ -213,27 +229,38 @@ class Guard:
                 return output
             if problem:
                 self._refuse(batch.key, problem)
-            else:
+            elif not self._examine(batch, beside=state is not None):
+                output, kept = None, False
                 self._examine(batch)
         except Exception as error:
             if from_signal_handler(error):
                 raise
             self._give_up(_in_words(error))
-        return output
+        plan = self.plans.get(batch.key)
+        if state is None or (plan is None and kept):
+            return output
+        output = None
+        state.restore()
+        # Of a first step, the optimizer's memory is yet to come: nothing is learnt from it.
+        return batch.asked.run() if plan is None else self._run(batch, plan, 1, told=False)
 
-    def _examine(self, batch: Parts) -> None:
+    def _examine(self, batch: Parts, beside: bool = False) -> bool:
+        """False where there was no room for it `beside` what the script's own forward holds, and nothing is decided."""
         key, module = batch.key, batch.asked.module
         if len(self.plans) >= MOST_STRUCTURES:
             self.plans[key] = None
-            return self._give_up(f"its arguments have more than {MOST_STRUCTURES} structures")
-        problem = census(module, self.torch)
-        if problem:
-            return self._refuse(key, problem)
+            self._give_up(f"its arguments have more than {MOST_STRUCTURES} structures")
+            return True
+        if problem := census(module, self.torch):
+            self._refuse(key, problem)
+            return True
         try:
             self.plans[key] = prove(module, batch.asked.inner, batch.skeleton, batch.inputs, self.torch)
         except NotSplittable as reason:
-            self._refuse(key, str(reason))
+            if not (beside and isinstance(reason, NoRoom)):
+                self._refuse(key, str(reason))
         free(self.torch)
+        return key in self.plans
 
     def _exact(self, batch: Parts, plan: Plan, chunks: int) -> bool:
         """Whether so many chunks of this batch give what it gives whole. Looked at for each number of chunks, and after 1, 2,

@@ -13,6 +13,10 @@ class NotSplittable(RuntimeError):
     """A batch cannot be computed in chunks exactly; the message says why."""
 
 
+class NoRoom(NotSplittable):
+    """Memory did not hold even the smallest of the runs that would have shown whether it can."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How one output tensor depends on the batch.
@@ -32,11 +36,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """`split`: which input tensors (by position) are cut along their dimension `dim`."""
+    """`split`: which input tensors (by position) are cut along their dimension `dim`; `draws`: the forward drew random numbers
+    when it was proved."""
 
     dim: int
     split: frozenset[int]
     outputs: tuple[Layout, ...] = ()
+    draws: bool = False
 
     @property
     def has_losses(self) -> bool:

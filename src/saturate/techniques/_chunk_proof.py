@@ -22,7 +22,15 @@ from saturate.techniques._chunk_modes import (
     reductions,
     steady,
 )
-from saturate.techniques._chunk_plan import Joined, Layout, NotSplittable, Plan, gradient_of_part, share_of_loss
+from saturate.techniques._chunk_plan import (
+    Joined,
+    Layout,
+    NoRoom,
+    NotSplittable,
+    Plan,
+    gradient_of_part,
+    share_of_loss,
+)
 from saturate.techniques._chunks import FILLS, out_of_memory
 from saturate.techniques._interrupts import from_signal_handler
 from saturate.techniques._surroundings import Surroundings
@@ -124,7 +132,7 @@ class Watch:
 
 
 def prove(module: Any, inner: Any, skeleton: Any, inputs: list[Any], torch: Any) -> Plan:
-    """How this structure of arguments can be cut. Raises NotSplittable with the reason when it cannot."""
+    """How this structure of arguments can be cut. Raises NotSplittable with the reason when it cannot, NoRoom when nobody knows."""
     reasons = []
     state = Randomness(torch, devices_of(module))
     try:
@@ -142,6 +150,8 @@ def prove(module: Any, inner: Any, skeleton: Any, inputs: list[Any], torch: Any)
                     if out_of_memory(error, torch):
                         continue        # with fewer samples
                 break
+            else:
+                raise NoRoom(reasons[-1])
     finally:
         state.restore()
     raise NotSplittable(reasons[0])     # the batch is the first dimension nearly always
@@ -197,8 +207,7 @@ class Proof:
             if chosen is None:
                 raise NotSplittable(_OTHER_OUTPUTS)
             self._gradients_agree(chosen, runs, ranges)
-        self._repeats(ranges[1])
-        return chosen
+        return replace(chosen, draws=self._repeats(ranges[1]))
 
     def _run(self, start: int, stop: int) -> Any:
         """(inputs, output skeleton, output tensors, reductions) of a few samples."""
@@ -344,15 +353,17 @@ class Proof:
         if whole.keys() & {one for part in parts for one in part} - {id(parameter) for parameter in self.parameters}:
             raise NotSplittable("its forward uses trained tensors that are not among its parameters")
 
-    def _repeats(self, part: tuple[int, int]) -> None:
-        """Raise NotSplittable unless a chunk can be run again with the same random numbers."""
+    def _repeats(self, part: tuple[int, int]) -> bool:
+        """Whether a chunk draws random numbers. Raise NotSplittable unless it can be run again with the same ones."""
         state = Randomness(self.torch, devices_of(self.module))
         with self.torch.no_grad():
             once = self._run(*part)[2]
+            drew = state.was_drawn_from()
             with drawing_again(state):
                 again = self._run(*part)[2]
         if not all(self._agree(a, b) for a, b in zip(once, again)):
             raise NotSplittable("its forward gives something else when it is run again: it draws random numbers of its own")
+        return drew
 
     def _agree(self, ours: Any, theirs: Any, noise: float = 0.0) -> bool:
         if ours.shape != theirs.shape:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from saturate.techniques import _common, _trees
 from saturate.techniques._chunk_modes import Autocast, Randomness, agrees, devices_of, glimpse
-from saturate.techniques._chunks import free, out_of_memory, without_frames
+from saturate.techniques._chunks import DRAWS, free, out_of_memory, without_frames
 from saturate.techniques._weakly import held_weakly
 
 #: How far outputs in chunks may be from those of the whole, relative to the largest entry; where numbers may be narrow.
@@ -23,14 +24,17 @@ _APART, _APART_NARROW = 2e-4, 8e-2
 
 
 class Batch:
-    """One forward that ran whole. `again(failure)`: its outputs once more, in chunks; raises where that cannot be."""
+    """One forward that ran whole. `again(failure)`: its outputs once more, in chunks; raises where that cannot be. `foreseen()`: why it
+    cannot be, as far as that is known without a try; "" otherwise."""
 
-    def __init__(self, rescue: Rescue, module: Any, tensors: list[Any], again: Callable[[Exception], Any], say: Callable[[str], None]):
+    def __init__(self, rescue: Rescue, module: Any, tensors: list[Any], again: Callable[[Exception], Any], foreseen: Callable[[], str],
+                 say: Callable[[str], None]):
         self.rescue = rescue
         self.module = module
         self.tensors = tensors
         self.versions = [tensor._version for tensor in tensors]
         self.again: Callable[[Exception], Any] | None = again
+        self.foreseen = foreseen
         self.say = say
         self.gradients: dict[int, Any] = {}
         self.nodes: dict[tuple[int, str], int] = {}     # output by the number and name of the node that computed it: holds none
@@ -45,7 +49,8 @@ class Batch:
 
     def forget(self) -> None:
         """It lives as long as the script's graph; what it holds need not."""
-        self.again, self.tensors, self.gradients, self.seen = None, [], {}, {}
+        self.again, self.foreseen, self.tensors, self.gradients, self.seen = None, str, [], {}, {}
+        self.rescue.batches.discard(self)
 
     def gave(self, outputs: list[Any]) -> bool:
         """Whether these are its outputs, computed in other shapes."""
@@ -61,7 +66,8 @@ class Rescue:
     def __init__(self, context: Any):
         torch = self.torch = context.torch
         self.device = context.device
-        self.pending = False                    # a batch ran whole since the latest backward
+        self.batches: weakref.WeakSet[Batch] = weakref.WeakSet()    # those that ran whole and wait for their backward
+        self.guarded: weakref.WeakSet[Any] = weakref.WeakSet()      # each `_chunks.Call` of one chunk, while there is a graph of it
         self.arrived: list[Batch] = []          # in this backward
         groups = [group["params"] for optimizer in context.optimizers for group in optimizer.param_groups]
         leaves = {id(p): p for params in [*groups, *(m.parameters() for m in context.modules)] for p in params}
@@ -73,7 +79,7 @@ class Rescue:
 
         @functools.wraps(self.original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.pending:
+            if not self.batches:
                 return self.original(tensors, *args, **kwargs)
             tensors = _common.roots(tensors, torch)
             before = [(p, (gradient := p.grad) is not None and (gradient, gradient._version)) for p in self.leaves()]
@@ -101,13 +107,12 @@ class Rescue:
             else:
                 batch.forget()
         self.arrived = []
-        self.pending = bool(kept)
 
     # -- while all goes well -----------------------------------------------------------------------------------------
 
     def follow(self, output: Any, batch: Batch) -> Any:
         """What a module returned, for the script, with its tensors marked."""
-        self.pending = True
+        self.batches.add(batch)
         if isinstance(output, self.torch.Tensor):
             self._mark(output, batch, 0)
             return output
@@ -137,7 +142,7 @@ class Rescue:
                    if p.grad is gradient and (gradient is None or gradient._version == version)]
         problem = self._problem(roots, given.arguments, set(without))
         if problem:
-            _refuse(self.arrived, problem, failure)
+            _refuse(self.arrived or list(self.batches), problem, failure)
         batch = self.arrived[0]
         _release([root.grad_fn for root in roots])
         free(torch)
@@ -146,7 +151,7 @@ class Rescue:
             outputs = _trees.taken_apart(batch.again(failure), torch)[1]
         if state.was_drawn_from():
             state.restore()
-            _refuse([batch], "it draws random numbers, so its samples cannot be run again by parts", failure)
+            _refuse([batch], DRAWS, failure)
         if not batch.gave(outputs):
             _refuse([batch], "it gives something else now than in its forward: what it reads was changed in between", failure)
         pairs = [(outputs[position], gradient) for position, gradient in batch.gradients.items() if outputs[position].requires_grad]
@@ -168,6 +173,18 @@ class Rescue:
         if len(self.arrived) > 1:
             return "one backward goes through several forwards"
         batch = self.arrived[0]
+        if problem := self.unfit(batch):
+            return problem
+        reached, leaves = _reached([root.grad_fn for root in roots], batch.nodes)
+        if any(position not in batch.gradients for position in reached):
+            return "memory ran out before all of the loss was differentiated"
+        known = {id(p) for p in self.leaves()}
+        if any(id(leaf) in without or id(leaf) not in known for leaf in leaves):
+            return "the loss depends on trained tensors in another way than through this output (a second forward, a penalty on weights)"
+        return ""
+
+    def unfit(self, batch: Batch) -> str:
+        """Why no backward of this batch can be made up for; empty when one can."""
         if batch.again is None or [tensor._version for tensor in batch.tensors] != batch.versions:
             return "its input was changed meanwhile"
         if any(tensor.requires_grad for tensor in batch.tensors):
@@ -176,12 +193,6 @@ class Rescue:
             return "hooks on gradients change the training while the backward goes on"
         if len({p.device for p in batch.module.parameters()}) > 1:
             return "the model lives on several devices"
-        reached, leaves = _reached([root.grad_fn for root in roots], batch.nodes)
-        if any(position not in batch.gradients for position in reached):
-            return "memory ran out before all of the loss was differentiated"
-        known = {id(p) for p in self.leaves()}
-        if any(id(leaf) in without or id(leaf) not in known for leaf in leaves):
-            return "the loss depends on trained tensors in another way than through this output (a second forward, a penalty on weights)"
         return ""
 
 
@@ -215,8 +226,14 @@ def _reached(pending: list[Any], nodes: dict[tuple[int, str], int]) -> tuple[lis
     return outputs, leaves
 
 
-def _release(pending: list[Any]) -> None:
-    """Let go of what a graph saved that no backward will use any more, though the script may still hold its tensors."""
+def _release(pending: list[Any], failure: Exception | None = None) -> None:
+    """Let go of what a graph saved that no backward will use any more, though the script may still hold its tensors. A backward that
+    needs it all the same raises the failure."""
+
+    def unpack(nothing: Any) -> Any:
+        if failure is not None:
+            raise failure
+
     seen = set()
     while pending:
         node = pending.pop()
@@ -225,14 +242,14 @@ def _release(pending: list[Any]) -> None:
         seen.add(node)
         for name in dir(node):
             if name.startswith("_raw_saved_"):
-                _release_one(node, name)
+                _release_one(node, name, unpack)
         pending.extend(parent for parent, _ in node.next_functions)
 
 
-def _release_one(node: Any, name: str) -> None:
+def _release_one(node: Any, name: str, unpack: Callable[[Any], Any]) -> None:
     try:
         saved = getattr(node, name)
         for one in saved if isinstance(saved, (tuple, list)) else [saved]:
-            one.register_hooks(lambda tensor: None, lambda nothing: None)
+            one.register_hooks(lambda tensor: None, unpack)
     except (RuntimeError, AttributeError):
         pass            # released by the backward already, or the script's own hooks look after it

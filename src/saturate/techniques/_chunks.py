@@ -41,6 +41,7 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED", "CUFFT_ALLOC_FAILED",
 )
 
+DRAWS = "it draws random numbers, so its samples cannot be run again by parts"
 FILLS = "its forward changes what a container among its arguments holds"
 
 #: How far a chunk that runs again may be from its forward, relative to its largest entry: on a GPU sums may add up in any order.
@@ -83,11 +84,13 @@ class Piece:
 @dataclass
 class Listener:
     """Who is told how a call went. `smaller`: the samples that did not fit in a backward, how many should run at
-    once from there on, and the error (it may raise it: where they must not be cut); `done`: a backward has succeeded; `twice`: the script differentiates gradients."""
+    once from there on, and the error (it may raise it: where they must not be cut); `done`: a backward has succeeded; `twice`: the
+    script differentiates gradients; `say`: to the user."""
 
     smaller: Callable[[int, int, Exception], None] = lambda samples, now, failure: None
     done: Callable[[], None] = lambda: None
     twice: Callable[[], None] = lambda: None
+    say: Callable[[str], None] = lambda text: None
 
 
 class Call:
@@ -201,6 +204,19 @@ class Call:
                 found = self._from_chunks(saved(), gradients)
         self.listener.done()
         return found
+
+    def unfit(self) -> str:
+        """Why the graph of the single chunk cannot be done without; empty when it can."""
+        if not self.devices and self.pieces[0].drew:
+            return DRAWS
+        return "" if self.devices or self.samples > 1 else "there is nothing smaller than one sample to try"
+
+    def let_go(self, failure: Exception) -> None:
+        """Without that graph, as if memory had run out in its backward."""
+        self.graph, self._failed = None, failure
+
+    def say(self, text: str) -> None:
+        self.listener.say(text)
 
     def _from_graph(self, gradients: list[Any]) -> list[Any] | None:
         """From the graph of the single chunk; None when memory ran out on the way."""

@@ -4,7 +4,9 @@ What it does
 ------------
 Where an allocation fails in the forward or the backward of the model, the batch is run again in two, four, eight... chunks,
 and the training goes on: the script's loss sees the outputs of the whole batch, and the gradients are those of the whole
-batch. A batch larger than all before it is cut beforehand when, by what earlier ones took, it will not fit.
+batch. Where one fails in a loss of torch that the script computes outside of the model, the model's activations are let go of, the
+loss runs again, and the model's backward in chunks. A batch larger than all before it is cut beforehand when, by what earlier ones
+took, it will not fit.
 
 When it helps
 -------------
@@ -13,16 +15,17 @@ a larger model. It is insurance and not a speed-up, so it is not raced: put it i
 
 When it hurts
 -------------
-A chunked step costs one more forward. A batch larger than all before it is guarded: its gradients are handed over at the
-end of the backward and not during it, so communication does not overlap there. Shapes that have fit with 15 % of the memory
-to spare, and smaller ones in every dimension, run as the script wrote them; where the backward of one runs out all the same,
+A chunked step costs one more forward, and so does the first batch. A batch larger than all before it is guarded: its gradients
+are handed over at the end of the backward and not during it, so communication does not overlap there. Shapes that have fit with 15 %
+of the memory to spare, and smaller ones in every dimension, run as the script wrote them; where the backward of one runs out all the same,
 the parameters that have their gradient keep it, and the others get theirs from chunks. Not then, with the reason on stderr:
 where the forward draws random numbers, one backward goes through several forwards, the input is differentiated as well, the
 loss reaches parameters past the model's output that have no gradient yet, a hook acts on gradients once they are there, the
-model lives on several devices, or the script retains the graph, differentiates twice or calls `torch.autograd.grad`. Neither
-the optimizer's own memory nor that of a loss computed outside of the model is covered (a model that returns its loss, as
-Hugging Face's do given labels, is), nor is a backward on a CPU that runs out after a forward with dropout: whole-batch random
-numbers cannot be drawn again by parts (on a GPU, its activations then wait in host memory).
+model lives on several devices, or the script retains the graph, differentiates twice or calls `torch.autograd.grad`; nor where such
+a batch's memory runs out in the backward of a loss outside of the model. Not covered are the optimizer's own memory, what a script
+computes between model and loss or in place of one of torch's losses (a copy of the logits, a softmax), and a backward on a CPU that
+runs out after a forward with dropout: whole-batch random numbers cannot be drawn again by parts (on a GPU, its activations then wait
+in host memory).
 
 Numerics
 --------
@@ -38,7 +41,8 @@ How it is applied
 -----------------
 Around the forward of the outermost trained modules, from the first training forward on where an optimizer was built by then
 (otherwise from the step on that shows what a step is, about the fifth; a run that dies of memory before that says so). The
-first call of each structure of arguments is watched, then eight of its samples are run whole and in two chunks, with random numbers set aside; every output and gradient must agree. Before a
+first call of each structure of arguments is watched, then eight of its samples are run whole and in two chunks, with random numbers
+set aside; every output and gradient must agree. Then it runs once more, guarded, with the random numbers that it drew. Before a
 batch is cut, and after 1, 2, 4, 8... that were, as many samples as have run at once are compared in the same way: a mixture
 of experts with room for a share of the batch drops nothing of a small one. What only larger batches do, nobody sees. Python's,
 NumPy's and torch's random numbers are drawn again where a chunk is run again, and modes, attributes and buffers are those of its
@@ -65,7 +69,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _chunk_guard, _chunk_rescue, _common
+from saturate.techniques import _chunk_guard, _chunk_loss, _chunk_rescue, _common
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 from saturate.techniques._memory_forecast import TRUSTED, Forecast, Memory, memory
 
@@ -124,6 +128,7 @@ def apply(context: Any, options: Options) -> str:
 
     count = _common.wrap_all(context, wrap)
     rescue.install(context)
+    _chunk_loss.install(context, rescue)
     return f"forward of {count} module(s) watched; a batch that does not fit is run in chunks"
 
 
