@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from saturate.inference import guards
+from saturate.inference import agreement, guards, variations
 from saturate.inference.guards import examine, repeats
 
 torch = pytest.importorskip("torch", reason="models need torch")
@@ -30,7 +30,7 @@ def problem(candidate, numerics="precision", baseline=LOGITS, **more):
 def test_the_same_outputs_pass_everything():
     found = examine(torch, LOGITS, changed(LOGITS, lambda x: x), numerics="exact")
     assert found.problem is None
-    assert found.agreement_db == guards.IDENTICAL_DB and found.flip_rate == 0
+    assert found.agreement_db == agreement.IDENTICAL_DB and found.flip_rate == 0
     assert {finding.guard for finding in found.findings} == {"structure", "finite", "agreement"}
 
 
@@ -166,7 +166,7 @@ def test_a_model_that_enlarges_small_differences_may_differ_by_them():
         return y.float()
 
     batches = [(torch.rand(500, generator=seeded(8)) * 0.9 + 0.05,)]
-    twin = [[model(*batch)] for batch in guards.perturbed(torch, batches)]
+    twin = [[model(*batch)] for batch in variations.perturbed(torch, batches)]
     baseline, wide, short = ([[model(*batch, dtype)] for batch in batches] for dtype in (torch.float32, torch.float64, torch.bfloat16))
     assert "85 dB" in (problem(wide, "reordering", baseline) or "")
     assert problem(wide, "reordering", baseline, twin=twin) is None
@@ -177,12 +177,12 @@ def test_a_model_that_enlarges_small_differences_may_differ_by_them():
 
 def test_perturbed_inputs_differ_by_one_rounding():
     x = torch.rand(100, 2, generator=seeded()) + 0.1
-    (one, ids, flag), = guards.perturbed(torch, [(x, torch.arange(3), True)])
+    (one, ids, flag), = variations.perturbed(torch, [(x, torch.arange(3), True)])
     assert ((one / x - 1).abs() <= 2.1 * 2**-23).all() and (one > x).any() and (one < x).any()
     assert torch.equal(ids, torch.arange(3)) and flag is True
-    half, = guards.perturbed(torch, [(x.bfloat16(),)])
+    half, = variations.perturbed(torch, [(x.bfloat16(),)])
     assert half[0].dtype == torch.bfloat16 and not torch.equal(half[0], x.bfloat16())
-    assert guards.perturbed(torch, [(torch.arange(3),)]) is None
+    assert variations.perturbed(torch, [(torch.arange(3),)]) is None
 
 
 def test_whole_numbers_of_a_lossless_candidate_may_differ_by_a_tie_only():
@@ -291,7 +291,7 @@ def test_where_the_inputs_rounding_changes_all_nothing_can_be_shown_to_be_lossle
         return torch.sin(x * 2**24)
 
     x = torch.rand(1024, 3, generator=seeded())
-    (moved,), = guards.perturbed(torch, [(x,)])
+    (moved,), = variations.perturbed(torch, [(x,)])
     said = problem([[candidate(x)]], "reordering", [[model(x)]], again=[[model(x)]], twin=[[model(moved)]])
     assert "cannot be shown to be lossless" in (said or "")
     noisy = [[model(x) + torch.randn(x.shape, generator=seeded(9))]]
@@ -388,7 +388,7 @@ def test_what_cannot_be_compared_row_by_row_does_not_agree():
     other = examine(torch, own, found(10, 41, 41, 32), numerics="precision", counted={0, 1})
     assert other.problem is None and other.agreement_db is None
     one = examine(torch, own, found(9, 41, 41, 32), numerics="precision", counted={0, 1})
-    assert one.agreement_db == guards.IDENTICAL_DB      # of the answers that have as many
+    assert one.agreement_db == agreement.IDENTICAL_DB      # of the answers that have as many
 
 
 def test_other_columns_are_another_structure_whatever_is_counted():
@@ -399,33 +399,33 @@ def test_other_columns_are_another_structure_whatever_is_counted():
 def test_sparse_answers_are_compared_as_dense_ones():
     scores, chosen = torch.eye(4), torch.eye(4).long()
     given = [[scores.to_sparse(), chosen.to_sparse()]]
-    assert problem(given, baseline=given) is None and guards.flip_rate(given, given) == 0
+    assert problem(given, baseline=given) is None and agreement.flip_rate(given, given) == 0
     other = [[scores.flip(1).to_sparse(), chosen.flip(1).to_sparse()]]
     assert "agrees with the baseline's" in (problem(other, baseline=given, numerics="reordering") or "")
-    assert guards.flip_rate(given, other) == 1
+    assert agreement.flip_rate(given, other) == 1
 
 
 def test_other_batches_are_cut_from_the_first_one():
     x, y = torch.arange(14.0).reshape(7, 2), torch.arange(7)
-    found = guards.other_batches([(x, y, torch.tensor(0.5)), (x,)])
+    found = variations.other_batches([(x, y, torch.tensor(0.5)), (x,)])
     assert [batch[0].shape[0] for batch in found] == [1, 5]
     assert torch.equal(found[1][1], y[:5]) and found[0][2] == 0.5
-    assert [batch[0].shape[0] for batch in guards.other_batches([(x[:2],)])] == [1]
+    assert [batch[0].shape[0] for batch in variations.other_batches([(x[:2],)])] == [1]
     for none in ([], [(x[:1],)], [(x, y[:3])], [(x, "text")], [(torch.tensor(1.0),)], [(x, 7)], [(x, types.MappingProxyType({"y": y}))]):
-        assert guards.other_batches(none) == []
+        assert variations.other_batches(none) == []
     for of_samples in ([1, 2, 3, 4, 5, 6, 8], [x, 2], {"length": 5}, [True] * 7):
-        assert guards.other_batches([(x, of_samples)]) == [], "one for each sample, perhaps"
-    nested = guards.other_batches([(torch.tensor(0.5), {"x": x, "more": [y, None]}, True, 0.5, 3)])
+        assert variations.other_batches([(x, of_samples)]) == [], "one for each sample, perhaps"
+    nested = variations.other_batches([(torch.tensor(0.5), {"x": x, "more": [y, None]}, True, 0.5, 3)])
     assert [batch[1]["x"].shape[0] for batch in nested] == [1, 5]
     assert torch.equal(nested[1][1]["more"][0], y[:5]) and nested[1][1]["more"][1] is None and nested[1][2:] == (True, 0.5, 3)
 
 
 def test_fractions_inside_of_containers_are_moved_as_well():
     inputs = [({"x": torch.ones(3)}, None, [torch.arange(2)])]
-    moved = guards.perturbed(torch, inputs)
+    moved = variations.perturbed(torch, inputs)
     assert (moved[0][0]["x"] - 1).abs().max() == torch.finfo(torch.float32).eps and moved[0][1] is None
     assert torch.equal(moved[0][2][0], torch.arange(2)) and torch.equal(inputs[0][0]["x"], torch.ones(3))
-    assert guards.perturbed(torch, [({"x": torch.arange(2)},)]) is None
+    assert variations.perturbed(torch, [({"x": torch.arange(2)},)]) is None
 
 
 def test_of_answers_of_another_length_those_that_are_no_numbers_are_seen():

@@ -29,7 +29,7 @@ pytest.importorskip("cloudpickle", reason="the extra inference")
 from process_kit import Branches, Encoder, Noisy, Pair, Structured  # noqa: E402 - after the check for torch
 
 from saturate.errors import EnvironmentProblem, UsageError, WorkloadFailed  # noqa: E402
-from saturate.inference import batches, guards, identity, pickles, samples  # noqa: E402
+from saturate.inference import batches, identity, pickles, samples, variations  # noqa: E402
 from saturate.inference import source as source_module  # noqa: E402
 from saturate.inference.candidates import Candidate  # noqa: E402
 from saturate.inference.failures import WorkerFailed  # noqa: E402
@@ -84,10 +84,10 @@ def test_sparse_inputs_are_neither_cut_nor_moved() -> None:
     batch = torch.rand(4, 3), torch.eye(4).to_sparse()
     measured, calibrate, notes = batches.split(torch, [batch])
     assert measured == calibrate == [batch] and "cannot be divided" in notes[0]
-    assert guards.other_batches([batch]) == []
-    moved = guards.perturbed(torch, [batch])
+    assert variations.other_batches([batch]) == []
+    moved = variations.perturbed(torch, [batch])
     assert moved is not None and not torch.equal(moved[0][0], batch[0]) and moved[0][1] is batch[1]
-    assert guards.perturbed(torch, [batch[1:]]) is None
+    assert variations.perturbed(torch, [batch[1:]]) is None
 
 
 def exported() -> Any:
@@ -282,7 +282,7 @@ def test_a_single_batch_that_cannot_be_divided_says_so(batch: tuple[Any, ...]) -
 
 def test_the_channels_of_a_list_of_images_are_no_samples() -> None:
     first, second, third = (torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-    assert batches.samples(torch, ([first, second],)) is None and guards.other_batches([([first, second],)]) == []
+    assert batches.samples(torch, ([first, second],)) is None and variations.other_batches([([first, second],)]) == []
     seen = samples.Seen()
     for given in ([first], [second, third]):
         seen.add((given,))

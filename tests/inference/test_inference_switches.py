@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("cloudpickle", reason="the extra inference")
 
-from saturate.inference import examples, guards, here, lab, session, worker  # noqa: E402 - after the check for torch
+from saturate.inference import examples, guards, here, lab, session, variations, worker  # noqa: E402 - after the check for torch
 from saturate.inference.serving import Serving, Setting  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
 from saturate.inference.techniques import tf32_products  # noqa: E402
@@ -215,7 +215,7 @@ def network(x: Any, depth: int, short: Any, swapped: bool = False) -> Any:
 @pytest.mark.parametrize("depth", [1, 4, 16, 32])
 def test_bfloat16_is_no_other_order_of_sums_in_tensorfloat32(depth: int) -> None:
     x = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
-    (moved,), = guards.perturbed(torch, [(x,)]) or ()
+    (moved,), = variations.perturbed(torch, [(x,)]) or ()
     baseline = network(x, depth, rounded(10))
 
     def problem(answer: Any, twin: bool = True) -> str | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError
-from saturate.inference import artifact, batches, checking, confirm, guards, samples, session
+from saturate.inference import artifact, batches, checking, confirm, guards, samples, session, variations
 from saturate.inference.accuracy import Budget, Judgement, Scores
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import NotDeployable
@@ -220,20 +220,20 @@ class Lab:
         with, another one where these inputs ended it: they are not the user's; and what is therefore not known."""
         inputs = self.source.inputs(self._torch())
         try:
-            moved = [self._taken(worker, batch) for batch in guards.perturbed(self._torch(), inputs) or ()]
+            moved = [self._taken(worker, batch) for batch in variations.perturbed(self._torch(), inputs) or ()]
             whole = [answer for answer in moved if answer is not None]
             self.twin = whole if moved and len(whole) == len(moved) else None
         except WorkerFailed as error:
             worker.close()
             return self.baseline(), [f"inputs one rounding away, and other batch sizes, were not tried: there {_ended(error)}"]
         given = self.source.others(self._torch())
-        for batch in (*given, *guards.other_batches(inputs)):
-            moved = guards.perturbed(self._torch(), [batch])
+        for batch in (*given, *variations.other_batches(inputs)):
+            moved = variations.perturbed(self._torch(), [batch])
             try:
                 answer, again, *twin = (self._taken(worker, one) for one in (batch, batch, *(moved or ())))
             except WorkerFailed as error:
                 worker.close()
-                return self.baseline(), [f"other batch sizes were not tried: with {guards.shown(batch)} {_ended(error)}"]
+                return self.baseline(), [f"other batch sizes were not tried: with {variations.shown(batch)} {_ended(error)}"]
             if answer is not None:
                 mine = any(batch is one for one in given)
                 self.others.append(Other(batch, answer, again, twin[0] if twin else None, mine))
@@ -252,7 +252,7 @@ class Lab:
     def other_sizes(self, worker: Worker, candidate: Candidate) -> str | None:
         """What is wrong on batches of other sizes, the user's first, that the model takes. A compiler may compile again for each."""
         for other in self.others:
-            shown = guards.shown(other.batch)
+            shown = variations.shown(other.batch)
             try:
                 got = _on_cpu(worker.run(*other.batch))
             except WorkerFailed as error:
