@@ -64,3 +64,14 @@ def test_as_a_module(installed, monkeypatch):
 def test_inside_another_program(installed, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pytest"])
     assert _output.program() == "saturate"
+
+
+def test_a_script_that_changes_the_working_directory_does_not_move_the_shell(installed, tmp_path, monkeypatch):
+    """`build()` changed into the project: what was printed was to be found from there only."""
+    monkeypatch.setattr(sys, "argv", [str(installed / "saturate")])
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with _output.of_a_verb():
+        monkeypatch.chdir(tmp_path / "project")
+        assert _output.program() == str(installed / "saturate")
+    assert _output.program() == ".venv/bin/saturate"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -78,10 +79,20 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
 #: What the verb has printed as its JSON answer: one object, unless it ended before it had any.
 _answers: list[str] = []
 
+#: Where the verb began, at most one entry: the user's code may change the working directory, and their shell stays where it is.
+_began_in: list[str] = []
 
-def no_answer_yet() -> None:
-    """A verb begins."""
+
+@contextlib.contextmanager
+def of_a_verb() -> Iterator[None]:
+    """What is printed in here is of one verb."""
     _answers.clear()
+    with contextlib.suppress(OSError):      # the directory may be gone
+        _began_in.append(os.getcwd())
+    try:
+        yield
+    finally:
+        _began_in.clear()
 
 
 def answer_of_failure(error: BaseException) -> None:
@@ -153,7 +164,7 @@ _NEXT = re.compile(r"^((?:\x1b\[[\d;]*m)*next +(?:\x1b\[[\d;]*m)*)saturate ", re
 def program() -> str:
     """What to type for the saturate that runs: its name where the shell finds just this one under it, else the path that it was
     started by. As part of another program (a test, a notebook) it is called by its name."""
-    began, found = os.path.realpath(sys.argv[0] or "."), shutil.which("saturate")
+    began, found = os.path.realpath(_from_where_it_began(sys.argv[0] or ".")), shutil.which("saturate")
     if os.path.basename(began) == "__main__.py" and Path(began).parent == _PACKAGE:       # python -m saturate
         beside = os.path.join(os.path.dirname(sys.executable), "saturate")
         named = found is not None and os.path.realpath(found) == os.path.realpath(beside)
@@ -163,10 +174,14 @@ def program() -> str:
     return _from_here(sys.argv[0])
 
 
+def _from_where_it_began(path: str) -> str:
+    return os.path.abspath(os.path.join(*_began_in, path))
+
+
 def _from_here(path: str) -> str:
     """A file as a shell takes it: from the working directory where it lies below, with a slash, or else it would be looked up."""
-    path = os.path.abspath(path)
-    inside = os.path.relpath(path)
+    path = _from_where_it_began(path)
+    inside = os.path.relpath(path, *_began_in)
     if not inside.startswith(os.pardir):
         path = inside if os.sep in inside else os.path.join(os.curdir, inside)
     return shlex.quote(path)

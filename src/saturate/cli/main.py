@@ -211,18 +211,18 @@ def _execute(verb: str, module: ModuleType, words: list[str]) -> int:
             raise UsageError(f"saturate {verb} needs the command to work on",
                              remedy=_line([f"saturate {verb}", *words, "--", "python", "train.py"]))
         arguments.command = command
-    if not getattr(arguments, "json", False):
-        return module.execute(arguments)
     from saturate.cli import _output
 
-    _output.no_answer_yet()
-    try:
-        return module.execute(arguments)
-    except (UsageError, BrokenPipeError):
-        raise
-    except BaseException as error:
-        _output.answer_of_failure(error)
-        raise
+    with _output.of_a_verb():
+        if not getattr(arguments, "json", False):
+            return module.execute(arguments)
+        try:
+            return module.execute(arguments)
+        except (UsageError, BrokenPipeError):
+            raise
+        except BaseException as error:
+            _output.answer_of_failure(error)
+            raise
 
 
 def _misspelt(error: UsageError, verb: str, parser: Parser, words: list[str]) -> UsageError | None:
