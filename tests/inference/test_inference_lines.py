@@ -248,17 +248,19 @@ def test_a_runtime_of_its_own_takes_any_inputs_and_the_threads_that_were_set(tmp
     assert threads == 2 and answers[0].shape == (4, 3)
 
 
-@pytest.mark.parametrize("made", ["model = functools.partial(Net().eval(), more={'scale': 2.0})", "model = Net().eval().called", "model = Biased().eval()"],
-                         ids=["partial", "method", "attention with a bias that is computed"])
+@pytest.mark.parametrize("made", ["model = functools.partial(Net().eval(), more={'scale': 2.0})", "model = Net().eval().called", "model = Biased().eval()",
+                                  "model = Net().eval().answered"], ids=["partial", "method", "attention with a bias that is computed", "dataclass"])
 def test_a_graph_is_made_of_what_is_no_module_and_answers_with_more_than_tensors(tmp_path: Path, made: str) -> None:
     for needed in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")
     module = _registry.load()["onnx-runtime"]
-    net = ("import functools\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    net = ("import dataclasses\nimport functools\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
            "        self.linear = torch.nn.Linear(8, 3)\n    def forward(self, x, more):\n"
            "        return {'scores': self.linear(x) * more['scale'], 'task': 'classify', 'classes': 3}\n"
-           "    def called(self, x):\n        return self.forward(x, {'scale': 2.0})\n\n"
+           "    def called(self, x):\n        return self.forward(x, {'scale': 2.0})\n"
+           "    def answered(self, x):\n        return Answer('classify', Answer(3, [self.linear(x)]))\n\n"
+           "@dataclasses.dataclass\nclass Answer:\n    task: object\n    scores: object\n\n"
            "class Biased(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.linear = torch.nn.Linear(8, 8)\n"
            "        self.bias = torch.nn.Parameter(torch.zeros(1, 2, 4, 4))\n    def forward(self, x):\n"
            "        given = self.linear(x).view(1, 4, 2, 4).transpose(1, 2)\n"

@@ -79,6 +79,19 @@ def test_every_name_is_imported_made_or_asked_for(id: str) -> None:
             assert f"# {name}: " in source, "it is said what the name is"
 
 
+def _called(tree: ast.AST, name: str) -> set[ast.Call]:
+    return {node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name}
+
+
+@pytest.mark.parametrize("id", TECHNIQUES)
+def test_what_is_exported_is_exported_without_gradients(id: str) -> None:
+    """With gradients attention is taken apart otherwise, and is another graph than the candidate's."""
+    for options in TECHNIQUES[id].variants(FACTS):
+        tree = ast.parse(making(id, options))
+        within = {node for node in ast.walk(tree) if isinstance(node, ast.With) and any(_called(item, "no_grad") for item in node.items)}
+        assert _called(tree, "export") <= set().union(*(_called(node, "export") for node in within))
+
+
 #: A model whose inputs are nested, one of them None and one that nothing depends on, and whose answer is a dictionary.
 NESTED = """
 import torch

@@ -187,18 +187,26 @@ def _cause(error: BaseException) -> str:
 
 # -- the same without saturate -----------------------------------------------------------------------------------------
 
-# Inputs go by name: they may be nested or None, and a graph has no inputs that nothing depends on.
-EXPORT_CODE = """\
+# A graph has inputs and outputs that are tensors, and torch exports nothing but modules: a model may be a method, and answer with more,
+# or with a dataclass, into which torch's pytree does not look unless somebody registered it.
+MODULE_CODE = """\
 from torch.utils._pytree import tree_leaves
-def named(batch):
-    tensors = [x for x in tree_leaves(batch) if torch.is_tensor(x)]
-    return {f"input_{place}": x.numpy(force=True) for place, x in enumerate(tensors)}
+def tensors(tree):                  # in order, those inside of dataclasses too
+    opened = ([getattr(x, name) for name in x.__dataclass_fields__] if hasattr(x, "__dataclass_fields__") else x for x in tree_leaves(tree))
+    return [x for one in opened for x in (tensors(one) if isinstance(one, list) else [one]) if torch.is_tensor(x)]
 class Tensors(torch.nn.Module):     # of what the model answers with: a graph has nothing else
     def __init__(self, called):
         super().__init__()
         self.called, self.training = called, False
     def forward(self, *inputs):
-        return [x for x in tree_leaves(self.called(*inputs)) if torch.is_tensor(x)]
+        return tensors(self.called(*inputs))
+"""
+
+# Inputs go by name: they may be nested or None, and a graph has no inputs that nothing depends on.
+EXPORT_CODE = f"""\
+{MODULE_CODE}\
+def named(batch):
+    return {{f"input_{{place}}": x.numpy(force=True) for place, x in enumerate(tensors(batch))}}
 with torch.no_grad():               # with gradients some attention is taken apart otherwise, and does not fit any more
     torch.onnx.export(Tensors(model), inputs, dynamo=True, input_names=list(named(inputs))).save("model.onnx")     # dynamic_shapes= for sizes that vary
 """
@@ -210,7 +218,7 @@ def call_code(name: str, more: str = "") -> str:
         "import onnxruntime\n"
         "options = onnxruntime.SessionOptions()\n"
         f"options.intra_op_num_threads = torch.get_num_threads()\n{more}"
-        "on_gpu = any(x.is_cuda for x in tree_leaves(inputs) if torch.is_tensor(x))\n"
+        "on_gpu = any(x.is_cuda for x in tensors(inputs))\n"
         f"providers = {files.providers('cuda')} if on_gpu else {files.providers('cpu')}\n"
         f'session = onnxruntime.InferenceSession("{name}", options, providers=providers)\n'
         "def model(*inputs):\n"

@@ -25,6 +25,7 @@ from typing import Any
 
 from saturate.inference import structure
 from saturate.inference.formats import _program, aoti
+from saturate.inference.techniques import _onnx
 from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof, unrepeatable
 from saturate.inference.techniques._torchao import kept
 from saturate.machine import facts as machine
@@ -200,11 +201,13 @@ def quantized(graph: Any) -> int:
 
 
 def prepare_code(recipe: Recipe) -> str:
-    """Lines that make `graph`, with observers or fake quantizers, of `model`."""
+    """Lines that make `graph`, with observers or fake quantizers, of `model`. What is trained answers as the user's loss takes it."""
+    module = "model" if recipe.qat else "Tensors(model)"
     verb = "prepare_qat_pt2e" if recipe.qat else "prepare_pt2e"
     changed = ", ".join(f"{name}=True" for name, value in recipe.configuration().items() if value)
     return (
         "# pip install torchao\n"
+        f"{'' if recipe.qat else _onnx.MODULE_CODE}"
         f"from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, {verb}\n"
         "from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86\n"
         "torch.backends.mha.set_fastpath_enabled(False)      # one fused operator would hide the products of attention\n"
@@ -212,13 +215,16 @@ def prepare_code(recipe: Recipe) -> str:
         f"quantizer.set_global(x86.get_default_x86_inductor_quantization_config({changed}))\n"
         f"for function in ({''.join(f'torch.{name}, ' for name in recipe.floating()).rstrip()}):      # these stay in floating point\n"
         "    quantizer.set_function_type_qconfig(function, None)\n"
-        f"graph = {verb}(torch.export.export(model.eval(), inputs).module(), quantizer)\n")
+        "with torch.no_grad():               # with gradients some attention is taken apart otherwise\n"
+        f"    program = torch.export.export({module}, inputs)\n"
+        f"graph = {verb}(program.module(), quantizer)\n")
 
 
 #: Lines that make `model` of such a graph, once it was calibrated or trained.
 SERVE_CODE = """\
-program = torch.export.export(convert_pt2e(graph), inputs)
-package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})
+with torch.no_grad():
+    program = torch.export.export(convert_pt2e(graph), inputs)
+    package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})
 model = torch._inductor.aoti_load_package(package)"""
 
 

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from os import environ
 
 from saturate.inference.formats import _program, aoti
+from saturate.inference.techniques import _onnx
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch, unrepeatable
 from saturate.machine import facts as machine
 from saturate.records.inference import ModelFacts
@@ -110,8 +111,9 @@ def active(context: Context, options: Options) -> Proof:
 def as_code(options: Options) -> str:
     changed = {name: True for name in ("freezing", "max_autotune") if getattr(options, name)}
     return (
+        f"{_onnx.MODULE_CODE}"
         "with torch.no_grad():\n"
-        "    program = torch.export.export(model, inputs)      # dynamic_shapes= for sizes that vary\n"
+        "    program = torch.export.export(Tensors(model), inputs)      # dynamic_shapes= for sizes that vary\n"
         f'    torch._inductor.aoti_compile_and_package(program, package_path="model.pt2", inductor_configs={changed})\n'
         'model = torch._inductor.aoti_load_package("model.pt2")'
     )

@@ -125,13 +125,9 @@ def active(context: Context, options: Options) -> Proof:
 def as_code(options: Options) -> str:
     return "\n".join([
         *([_precision.as_code("float16")] if options.half else []),
-        "from torch.utils._pytree import tree_leaves",
-        "tensors = [x for x in tree_leaves(inputs) if torch.is_tensor(x)]",
-        f'names = [f"{_onnx.files.INPUT}{{place}}" for place in range(len(tensors))]',
-        'torch.onnx.export(model, inputs, dynamo=True, input_names=names).save("model.onnx")',
+        _onnx.EXPORT_CODE.rstrip(),
         "# trtexec --onnx=model.onnx --saveEngine=model.plan",
         *engines.opening('"model.plan"'),
         "def model(*inputs):",
-        "    tensors = [x for x in tree_leaves(inputs) if torch.is_tensor(x)]",
-        *(f"    {line}" for line in engines.calling("tensors")),
+        *(f"    {line}" for line in engines.calling("tensors(inputs)")),
         "    return list(made.values())"])

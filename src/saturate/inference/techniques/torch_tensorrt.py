@@ -116,5 +116,6 @@ def as_code(options: Options) -> str:
     return "\n".join([
         "import torch_tensorrt",
         *([_precision.as_code("float16")] if options.half else []),
-        "program = torch.export.export(model, inputs)",
+        "with torch.no_grad():",
+        "    program = torch.export.export(model, inputs)",
         "model = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, use_explicit_typing=True)"])
