@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 import saturate
-from saturate.errors import CheckUnusable, EnvironmentProblem, SaturateError, UsageError, WorkloadFailed
+from saturate.errors import (
+    CheckUnusable,
+    EnvironmentProblem,
+    NothingFaster,
+    SaturateError,
+    UsageError,
+    WorkloadFailed,
+)
 from saturate.inference import api, folders, jury, plan, samples
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.lab import Lab
@@ -67,6 +74,18 @@ def test_a_search_without_a_workdir_leaves_the_command_lines_alone(tmp_path: Pat
                           progress=lambda text: None)
     assert folders.workplace(Path(".saturate/optimize")) == tmp_path / ".saturate" / "optimize"
     assert list((tmp_path / ".saturate").glob("*/report.html")) and not (killed / "scratch").exists()
+
+
+def test_a_time_that_starting_takes_up_is_told_before_a_check_takes_as_much_again(tmp_path: Path) -> None:
+    """Seen: of 60 seconds starting had taken 45, and the check went on for five minutes although nothing could be tried any more."""
+    asked: list[int] = []
+    result = saturate.optimize(torch.nn.Linear(4, 2), [(torch.zeros(8, 4),)], check=lambda run: asked.append(1) or [1.0] * 30, workdir=tmp_path / "run",
+                               time="1s", threads=1, progress=lambda text: None)
+    assert not asked and result.record.verdict == "inconclusive" and result.record.max_drop == 0.01
+    assert "the time ended before the first candidate's turn, give it " in repr(result) and "m: start " in repr(result)
+    assert [phase.name for phase in result.record.phases][:2] == ["start", "search"] and {row.fate for row in result.record.candidates} == {"not_tried", "not_applicable"}
+    with pytest.raises(NothingFaster, match="nothing was tried"):
+        result.pick(max_drop=0.5)
 
 
 @pytest.mark.parametrize("time", ["soon", None, float("nan"), -1, 0])

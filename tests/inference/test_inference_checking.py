@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -161,6 +162,22 @@ def test_named_inputs_and_structured_answers_go_through():
 
 
 # -- controls of the check -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("runs", "late"), [(1, True), (2, True), (3, False)])
+def test_no_run_of_the_check_begins_when_no_candidate_can_any_more(runs, late):
+    """Seen: the check on the model took five of six minutes, where one was given, and then the time had ended before anything was tried."""
+    now, asked = [0.0], []
+
+    def check(given):
+        asked.append(1)
+        now[0] += 10.0
+        return right(given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("saturate.inference.checking.time", SimpleNamespace(monotonic=lambda: now[0]))
+        found = controls(check, run, Budget(0.02), 10.0 * runs - 5.0)
+    assert len(asked) == runs and found.late is late and found.problem is None and found.baseline.scores is not None
 
 
 def test_a_sound_check_passes_its_controls():

@@ -149,6 +149,46 @@ def test_a_lossless_one_has_its_turn_however_many_others_fail() -> None:
     assert won is not None and won.found.candidate.label() == "run"
 
 
+def test_behind_the_end_of_the_time_no_rival_is_stored_that_nobody_would_race() -> None:
+    for objective, late, started in (("latency", False, {"fast", "other"}), ("latency", True, {"fast"})):
+        world = World({"fast": 0.5, "other": 0.51, "run": 0.9})
+        search = walk(world, FAST, technique("other", "runtime", "convergence"), RUN, objective=objective)
+        before = len(world.started)
+        search.deadline_s, search.end_s = time.monotonic() + (0 if late else 60), math.inf
+        won, _ = confirm.champion(search, world, time.monotonic() + 60)
+        assert won is not None and set(world.started[before:]) == started
+
+
+def test_much_later_only_the_first_has_a_turn_and_the_others_stay_open() -> None:
+    world = World({"run": 0.5, "other": 0.6, "third": 0.7})
+    search = walk(world, RUN, OTHER, technique("third"))
+    world.deploy = refusing         # type: ignore[method-assign]
+    search.deadline_s, search.end_s, search.late_s = 0.0, math.inf, 0.0
+    assert confirm.champion(search, world, math.inf) == (None, None)
+    assert fates(search) == {"run": "not_deployable", "other": "dominated", "third": "dominated"} and len(result.open_ones(search)) == 2
+
+
+def test_much_later_one_that_needs_no_samples_still_has_its_turn() -> None:
+    """`pick` for a budget that no number format keeps said that nothing is faster, beside a runtime that computes the same at 2.6x."""
+    many = technique("int8", "runtime", "convergence", variants=2)
+    world = World({"int8": 0.2, "run": 0.5, "other": 0.6}, {"int8": 0.001})
+    search = walk(world, many, RUN, OTHER)
+    losing(world, *(label for label in fates(search) if label.startswith("int8")))
+    search.deadline_s, search.end_s, search.late_s = 0.0, math.inf, 0.0
+    won, _ = confirm.champion(search, world, math.inf)
+    assert won is not None and won.found.candidate.label() == "run"
+    assert sorted(fate for label, fate in fates(search).items() if label.startswith("int8")) == ["dominated", "rejected_accuracy"]
+
+
+def test_a_best_lossless_that_would_end_much_too_late_is_not_begun() -> None:
+    search = walk(World({"int8": 0.2, "run": 0.5}, {"int8": 0.001}), INT8, RUN)
+    search.best(lossless=True).seconds = 30.0       # type: ignore[union-attr]
+    for room_s, known in ((60.0, True), (20.0, False)):
+        search.late_s = time.monotonic() + room_s
+        found, said = api._best_lossless(search, search.lab)        # type: ignore[arg-type]
+        assert (found is not None) is known and said == ("" if known else "the time ended before run was stored and raced")
+
+
 # -- what is repaired ------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ import optimizations
 import pytest
 from pages import Page, stands_alone
 
-from saturate.records.inference import SEARCH_ENDED, CandidateRecord, Fate, OptimizeRecord, ThroughputRow
+from saturate.records.inference import SEARCH_ENDED, TIME_ENDED, CandidateRecord, Fate, OptimizeRecord, ThroughputRow
+from saturate.records.result import Phase
 from saturate.report import inference as report
 from saturate.report import inference_charts as charts
 from saturate.report import inference_html as page
@@ -115,6 +116,17 @@ def test_what_it_took_is_said_beside_what_was_given():
     lines = report.summary(record, width=80, color=False).splitlines()
     assert lines[-2].startswith("took      1 min 14 s, more than the 40 s given: ") and len(lines) <= report.MAX_LINES
     assert "1 min 14 s, more than the 40 s given" in page.render(record)
+    record = msgspec.structs.replace(record, phases=[Phase(name=name, seconds=seconds) for name, seconds in (("start", 20.0), ("search", 1.0), ("winner", 53.2))])
+    said = "1 min 14 s, more than the 40 s given: winner 53 s, start 20 s"
+    assert f"took      {said}" in report.summary(record, width=80, color=False) and said in page.render(record)
+
+
+def test_a_time_that_ended_before_the_first_turn_is_told_where_it_went_and_what_would_do():
+    rows = [msgspec.structs.replace(optimizations.candidate("int8", "not_tried"), reason=TIME_ENDED, speedup=None)]
+    record = msgspec.structs.replace(optimizations.nothing(), verdict="inconclusive", candidates=rows, given_s=60.0, seconds=359.0,
+                                     phases=[Phase(name="start", seconds=45.0), Phase(name="check", seconds=301.0)])
+    assert ("why       the time ended before the first candidate's turn, give it 24m: start 45 s, check 5 min 01 s"
+            in report.summary(record, width=110, color=False))
 
 
 def test_the_best_so_far_of_a_search_that_ended_early_is_no_win():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from saturate.errors import EnvironmentProblem
-from saturate.inference import confirm, order, plan, racing, result
+from saturate.inference import confirm, order, plan, play_off, racing, result
 from saturate.inference.accuracy import Judgement, Scores
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.failures import CheckFailed, WorkerFailed
@@ -218,6 +218,21 @@ def test_what_does_not_work_costs_one_row(what: dict[str, Any], fate: str) -> No
     assert fates(search)["run"] == fate and search.best().candidate.label() == "other"      # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("start_s", "pairs"), [(0.0, 3), (4.0, 3), (40.0, 1)])
+def test_no_pair_begins_that_would_not_start_in_time(monkeypatch: pytest.MonkeyPatch, start_s: float, pairs: int) -> None:
+    """A start is cut short by no deadline: of what compiles for a minute, a pair that began before the end came a minute behind it."""
+    now, started = [0.0], []
+    monkeypatch.setattr(racing, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def start() -> FakeWorker:
+        started.append(1)
+        now[0] += start_s / 2
+        return FakeWorker(1.0, Candidate())
+
+    racing.race(start, start, limits=Limits(max_pairs=3, min_rounds=6, max_rounds=8), deadline_s=60.0)
+    assert len(started) == 2 * pairs
+
+
 class Mortal(FakeWorker):
     """The model's own process, which ends after some blocks."""
 
@@ -315,6 +330,19 @@ def test_what_is_clear_or_known_from_before_is_not_run_again(tmp_path: Path) -> 
     later = World({"run": 0.5, "int8": 0.2, "int4": 0.19})
     again = walk(later, RUN, INT8, INT4, journal=Journal(tmp_path, "k", True))
     assert later.started == [] and again.best().speedup == first.best().speedup
+
+
+def test_nothing_starts_to_be_compared_once_more_where_there_is_no_room_for_it() -> None:
+    """A process that compiles took a minute of a time that had ended, and was closed again."""
+    world = Lucky({"run": 0.5, "int8": 0.2, "int4": 0.19})
+    search = walk(world, RUN, INT8, INT4)
+    before = len(world.started)
+    for seconds, started in ((40.0, 0), (1.0, 2)):
+        search.deadline_s = time.monotonic() + 60
+        for one in search.tried.values():
+            one.seconds = seconds
+        play_off.run(search)
+        assert len(world.started) - before == started
 
 
 @pytest.mark.parametrize("moment", ["start", "first call"])

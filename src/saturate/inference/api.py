@@ -30,6 +30,7 @@ from saturate.inference.failures import WorkerFailed
 from saturate.inference.journal import Journal, rests
 from saturate.inference.jury import control
 from saturate.inference.lab import Lab, of_the_machine
+from saturate.inference.phases import Phases, slack_s
 from saturate.inference.process import clear_away
 from saturate.inference.result import Result, seconds_of, undecided_lossless
 from saturate.inference.search import Search
@@ -81,6 +82,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
 
     began = clock.monotonic()
     seconds = seconds_of(time)
+    phases, until_s = Phases(began), began + (1 - CONFIRM_SHARE) * seconds
     if model is None:
         raise UsageError("the model is None", cause="a function that builds it and returns nothing gives None",
                          remedy="return the torch.nn.Module")
@@ -101,7 +103,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         if objective == "throughput":
             refuse_one_size(torch, source)
         lab = Lab(source, folder, int(threads or torch.get_num_threads()), began + seconds, check=check, memory_bytes=memory_limit(source.device),
-                  signature=signature_of(model))
+                  signature=signature_of(model), asked=budget)
         registry = known(_registry.load(), only, skip)
         with running_model():
             worker = lab.baseline()
@@ -111,25 +113,30 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
                 worker, unknown = lab.probe(worker)
                 notes += unknown
             notes += here.compare(torch, model, lab)
-            if check is not None:
+            phases.end("start")
+            if check is not None and clock.monotonic() < until_s:
                 assert budget is not None
                 say("check: twice on the baseline, once on noise")
-                lab.jury, said = control(check, lab.run_of(worker), budget, source, trainer, lab.deadline_s)
+                lab.jury, said = control(check, lab.run_of(worker), budget, source, trainer, lab.deadline_s, until_s)
                 notes += said
+                phases.end("check")
             assert lab.facts is not None
             pool = plan.pool(registry, lab.facts, check=check is not None, only=only, skip=skip)
             notes += pool.notes()
-            heard = lab.jury.heard if lab.jury is not None else ()
-            journal = Journal(folder, lab.key(objective, limits or {}), resume, rests(torch, check, budget, heard))
-            lab.remember(journal)
-            search = Search(lab, pool, objective, dict(limits or {}), began + (1 - CONFIRM_SHARE) * seconds,
-                            budget.max_drop if budget else 0.0, say, journal, end_s=lab.deadline_s)
-            ending = Ending(search, lab, notes, began)
+            journal = None
+            if check is None or lab.jury is not None:       # else the time is over, and nothing will be measured or judged
+                heard = lab.jury.heard if lab.jury is not None else ()
+                journal = Journal(folder, lab.key(objective, limits or {}), resume, rests(torch, check, budget, heard))
+                lab.remember(journal)
+            search = Search(lab, pool, objective, dict(limits or {}), until_s, budget.max_drop if budget else 0.0, say, journal,
+                            end_s=lab.deadline_s)
+            ending = Ending(search, lab, notes, began, phases)
             with ending.told():
                 search.run(worker)
+                phases.end("search")
         finally:
             worker.close()
-        search.deadline_s, search.end_s = lab.deadline_s, math.inf
+        search.deadline_s, search.end_s, search.late_s = lab.deadline_s, math.inf, lab.deadline_s + slack_s(seconds)
         with ending.told():
             return conclude(ending, say)
 
@@ -250,9 +257,11 @@ def observe_baseline(lab: Lab, worker: Any, threads: int | None) -> list[str]:
 def conclude(ending: Ending, say: Callable[[str], None]) -> Result:
     """Store, confirm and race the best; the result, whatever came of it."""
     search, lab = ending.search, ending.lab
-    say("confirm: store the best, load it in a fresh process, score and race it")
+    if confirm.contenders(search):
+        say("confirm: store the best, load it in a fresh process, score and race it")
     won, ending.final = confirm.champion(search, lab, lab.deadline_s)
     ending.won = won
+    ending.phases.end("winner")
     own = won is not None and won.found.candidate.lossless
     ending.lossless, unraced = (won, "") if own else _best_lossless(search, lab)
     if won is not None and not own and ending.lossless is not None:
@@ -261,10 +270,13 @@ def conclude(ending: Ending, say: Callable[[str], None]) -> Result:
         except WorkerFailed as error:
             unraced = f"in the race with {ending.lossless.found.candidate.label()}: {error}"
     ending.unraced = unraced
+    if not own and ending.lossless is not None:
+        ending.phases.end("lossless")
     record = ending.recorded()
     if search.objective == "throughput" and won is not None:
         record = with_throughput(record, lab, won.artifact, say)
-        record = msgspec.structs.replace(record, seconds=round(clock.monotonic() - ending.began, 1))
+        ending.phases.end("throughput")
+        record = msgspec.structs.replace(record, seconds=round(clock.monotonic() - ending.began, 1), phases=ending.phases.found)
     ending.record = record
     lab.discard(Path(record.artifact) if record.artifact is not None else None)
     return Result.of(record, search, lab)
@@ -274,6 +286,8 @@ def _best_lossless(search: Search, lab: Lab) -> tuple[confirm.Confirmed | None, 
     """The second baseline, stored and loaded like the winner. None: it is the model itself, or not known for a reason."""
     turns = 0
     while (found := search.best(lossless=True)) is not None and search.value(found) > search.least:
+        if search.too_late(found):
+            return None, f"the time ended before {found.candidate.label()} was stored and raced"
         if turns == LOSSLESS_TURNS:
             return None, f"{turns} lossless candidates cannot be stored and loaded again, and the others had no turn"
         turns += 1

@@ -95,6 +95,7 @@ class Controls:
     noise: float | None = None          # the score of noise in place of the answers; None: not known, see notes
     problem: Problem | None = None
     notes: tuple[str, ...] = ()
+    late: bool = False                  # the time ended before all of this was known
 
 
 def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, echo: TextIO | None = None) -> Scored:
@@ -134,9 +135,9 @@ def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, 
                   recorder.calls, printed.text(), time.monotonic() - start, recorder.failure, recorder.fractions)
 
 
-def controls(check: Check, run: Callable[..., Any], budget: Budget) -> Controls:
+def controls(check: Check, run: Callable[..., Any], budget: Budget, until_s: float = math.inf) -> Controls:
     """Whether the check can judge candidates within this budget; `run` is the baseline. Two runs of the check on it, and
-    mostly one on noise."""
+    mostly one on noise, none of which begins behind `until_s` (`time.monotonic()`) but the first."""
     pool = _Pool(run)
     first = scored(check, pool, budget.metric)
     if first.scores is None:
@@ -144,6 +145,8 @@ def controls(check: Check, run: Callable[..., Any], budget: Budget) -> Controls:
     mismatch = budget.problem(first.scores)
     if mismatch is not None:
         return Controls(first, problem=Problem("budget", mismatch, Budget.REMEDY))
+    if time.monotonic() > until_s:
+        return Controls(first, late=True)
     again = scored(check, run, budget.metric)
     if again.scores is None:
         return Controls(first, problem=_only_once(again.problem))
@@ -151,6 +154,8 @@ def controls(check: Check, run: Callable[..., Any], budget: Budget) -> Controls:
     problem, notes = _repeatable(first, first.scores, again, again.scores, budget)
     if problem is not None:
         return Controls(first, spread, problem=problem)
+    if time.monotonic() > until_s:
+        return Controls(first, spread, late=True)
     shuffled = (first.samples == again.samples and first.scores.values != again.scores.values
                 and (first.asked != again.asked or _same_in_another_order(first.scores, again.scores)))
     return _against_noise(check, pool, budget, Controls(first, spread, shuffled, notes=notes), first.scores)

@@ -78,7 +78,9 @@ def champion(search: Search, lab: Lab, deadline_s: float,
     loaded from its artifact and over as many calls as it takes to tell; else it gives way to the next one. None: no
     contender did, each has its fate; what is still `waiting` had no turn. `mend` gets what does not survive (default: the
     search's own)."""
-    for _ in range(MOST):
+    for turn in range(MOST):
+        if turn and search.too_late():
+            break
         won = winner(search, lab, search.mend if mend is None else mend)
         if won is None:
             break
@@ -196,10 +198,15 @@ def winner(search: Search, lab: Lab, mend: Callable[[Tried], None] = lambda foun
 def following(search: Search, seen: set[Candidate], best: Confirmed | None, spare: bool = False) -> Tried | None:
     """The next contender. One that was not scored has its turn where those that outran it did not survive, and a lossless one
     however many others did not: it needs no samples. Behind the end of the time one that was not scored may be the `spare`:
-    much faster than what loses nothing, and made by other techniques than those that fell."""
+    much faster than what loses nothing, and made by other techniques than those that fell. Much later than that nobody has a
+    turn but the first, and one that needs no samples."""
     left = [one for one in contenders(search) if one.candidate not in seen]
+    if seen and search.too_late():
+        safe_too = best is None and not any(candidate.lossless for candidate in seen)
+        return next((one for one in left if one.candidate.lossless), None) if safe_too else None
     room = len(seen) < MOST + 2
     if best is not None:
+        room = room and search.objective != "memory" and search.time_left()     # else nobody would race it
         close = (one for one in left if not one.unscored and search.value(best.found) <= CLOSE * search.value(one))
         return next(close, None) if room else None
     safe = max((search.value(one) for one in left if one.candidate.lossless), default=1.0)

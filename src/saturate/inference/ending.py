@@ -12,6 +12,7 @@ import msgspec
 from saturate.errors import EnvironmentProblem
 from saturate.inference.confirm import Confirmed, contenders
 from saturate.inference.failures import WorkerFailed
+from saturate.inference.phases import Phases
 from saturate.inference.racing import Race
 from saturate.inference.result import Result, record_of
 from saturate.records.inference import OptimizeRecord, Unconfirmed
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Ending:
-    """What is known of the winner, filled in step by step. `began`: time.monotonic() of the call. `lossless`: the best lossless
+    """What is known of the winner, filled in step by step. `began`: time.monotonic() of the call. `phases`: what it went into since.
+    `lossless`: the best lossless
     candidate; where there is none, and `unraced` gives no reason, it is the model itself."""
 
     search: Search
     lab: Lab
     notes: list[str]
     began: float
+    phases: Phases
     won: Confirmed | None = None
     final: Race | None = None
     lossless: Confirmed | None = None
@@ -39,7 +42,7 @@ class Ending:
 
     def recorded(self, complete: bool = True) -> OptimizeRecord:
         return record_of(self.search, self.lab, self.won, self.lossless, self.final, self.versus, self.unraced, notes=self.notes,
-                         began=self.began, complete=complete)
+                         began=self.began, phases=self.phases.found, complete=complete)
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:

@@ -78,13 +78,16 @@ class Jury:
 
 
 def control(check: checking.Check, run: Callable[..., Any], budget: Budget, source: Source, train: Train | None,
-            deadline_s: float) -> tuple[Jury, list[str]]:
+            deadline_s: float, until_s: float = math.inf) -> tuple[Jury | None, list[str]]:
     """The jury of a search that ends at `deadline_s` (`time.monotonic()`), and what the user must know about it. `run` is the baseline.
-    Raises CheckUnusable where the check cannot judge, or scores what calibrates or trains candidates."""
+    None: no candidate begins behind `until_s`, and that came first. Raises CheckUnusable where the check cannot judge, or scores what
+    calibrates or trains candidates."""
     import torch
 
-    found = checking.controls(check, run, budget)
+    found = checking.controls(check, run, budget, until_s)
     jury, notes = Jury.of(found, budget)
+    if found.late:
+        return None, []
     shared = samples.overlap(source.calibration(torch), found.baseline.samples)
     if shared.refused:
         raise CheckUnusable("calibration data is among the data of the check", cause=shared.words(),

@@ -90,12 +90,13 @@ class Lab:
     journal: Journal | None = None                              # remembers the turns
     stored: dict[Candidate, Path] = field(default_factory=dict)
     made: list[Path] = field(default_factory=list)              # artifacts of candidates; see `discard`
+    asked: Budget | None = None                                 # what the user wants of the check, whether or not it came to a jury
     _prepared_s: float = 0.0
     _ranking: tuple[list[str], tuple[str, ...]] | None = None
 
     @property
     def budget(self) -> Budget | None:
-        return None if self.jury is None else self.jury.budget
+        return self.asked if self.jury is None else self.jury.budget
 
     def within(self, max_drop: float, deadline_s: float) -> Lab:
         """The same for another budget, and with another end."""

@@ -28,6 +28,8 @@ def run(search: Search) -> None:
     rivals = [one for one in search.ranked()[1:] if CLOSE * search.value(one) >= search.value(holder)][:RIVALS]
     if not rivals or not any(one.candidate in search.fresh for one in (holder, *rivals)):
         return
+    if not search.room_for(holder, rivals[0]):      # their processes would start for nothing
+        return
     search.progress(f"close to each other: {', '.join(one.candidate.label() for one in (holder, *rivals))}; once more, side by side")
     lanes: list[racing.Lane] = []
     try:

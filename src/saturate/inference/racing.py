@@ -123,15 +123,18 @@ def screen(a: Lane, b: Lane) -> float:
 def race(start_a: Callable[[], Racer], start_b: Callable[[], Racer], *, limits: Limits = USUAL,
          threshold: float = 0.02, deadline_s: float = math.inf, between_sd: float = statistics.PRIOR_BETWEEN_SD) -> Race:
     """Race two candidates in fresh pairs of processes, until decided, out of pairs, or past the deadline
-    (`time.monotonic()`). Whatever `start_*` or a block raises ends the race; both processes are closed."""
+    (`time.monotonic()`), which cuts no start short: another pair begins where it starts in time if it does as those before. Whatever `start_*` or a block raises ends the race; both processes are closed."""
     began = time.monotonic()
     pairs: list[list[float]] = []
     times_a: list[int] = []
     times_b: list[int] = []
+    start_s = 0.0
     decision = statistics.next_action(pairs, between_sd, threshold, limits)
-    while decision.action != "stop" and (not pairs or time.monotonic() < deadline_s):
+    while decision.action != "stop" and (not pairs or time.monotonic() + start_s < deadline_s):
         pairs.append([])
+        started = time.monotonic()
         with pair(start_a, start_b) as (a, b):
+            start_s = max(start_s, time.monotonic() - started)
             decision = statistics.next_action(pairs, between_sd, threshold, limits)
             while decision.action == "more_rounds" and (len(pairs[-1]) < 2 or time.monotonic() < deadline_s):
                 pairs[-1].append(round_of(a, b, len(pairs[-1])))

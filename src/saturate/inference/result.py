@@ -6,6 +6,7 @@ import dataclasses
 import os
 import secrets
 import time as clock
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,14 @@ from saturate.inference import artifact, confirm, lines
 from saturate.inference.artifact import Artifact
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed
+from saturate.inference.phases import slack_s
 from saturate.inference.plan import HELPS, LEFT_OUT
 from saturate.inference.racing import Race
 from saturate.inference.source import Source
 from saturate.inference.tried import Tried, code
 from saturate.machine import facts as machine
 from saturate.records.inference import SEARCH_ENDED, TIME_ENDED, Best, CandidateRecord, Fate, OptimizeRecord
+from saturate.records.result import Phase
 from saturate.trial.lock import FolderLock
 
 if TYPE_CHECKING:
@@ -115,9 +118,11 @@ class Result:
             return self._picked(max_drop, seconds)
 
     def _picked(self, max_drop: float, seconds: float) -> Artifact:
+        if self._lab.jury is None:
+            raise NothingFaster("nothing was tried", cause=self._why(), remedy="give optimize more time")
         until_s = clock.monotonic() + seconds
         lab = self._lab.within(max_drop, until_s)
-        search = dataclasses.replace(self._search, lab=lab, max_drop=max_drop, deadline_s=until_s, journal=None,
+        search = dataclasses.replace(self._search, lab=lab, max_drop=max_drop, deadline_s=until_s, late_s=until_s + slack_s(seconds), journal=None,
                                      tried={one.candidate: judged(one, lab) for one in self._search.tried.values()})
         won, final = confirm.champion(search, lab, until_s, mend=lambda found: None)
         lab.discard(won.artifact if won is not None else None)
@@ -171,8 +176,9 @@ def _written(path: Path, content: bytes) -> Path:
 
 
 def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: Confirmed | None = None, final: Race | None = None,
-              versus: Race | None = None, unraced: str = "", *, notes: list[str], began: float, complete: bool = True) -> OptimizeRecord:
-    """Everything, as a record. `began`: time.monotonic() of the call. `complete`: the search came to its end. Others: see `Ending`."""
+              versus: Race | None = None, unraced: str = "", *, notes: list[str], began: float, phases: Sequence[Phase] = (),
+              complete: bool = True) -> OptimizeRecord:
+    """Everything, as a record. `began`: time.monotonic() of the call, `phases`: what the time since went into. `complete`: the search came to its end. Others: see `Ending`."""
     facts, budget = lab.facts, lab.budget
     assert facts is not None and search.baseline is not None
     baseline = search.baseline.record()
@@ -193,7 +199,8 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
         relative=bool(budget and budget.relative),
         confidence=budget.confidence if budget else None, limits=search.limits, verdict=verdict, baseline=baseline,
         best_lossless=rowed(lossless.found, lab) if lossless is not None else None if unraced else baseline, best=best, candidates=rows, notes=notes,
-        seconds=round(clock.monotonic() - began, 1), given_s=round(lab.deadline_s - began, 1), artifact=str(won.artifact) if won is not None and best is not None else None,
+        seconds=round(clock.monotonic() - began, 1), given_s=round(lab.deadline_s - began, 1), phases=list(phases),
+        artifact=str(won.artifact) if won is not None and best is not None else None,
         serve=lines.of_artifact(won.artifact, artifact.read(won.artifact)) if won is not None and best is not None else "")
 
 

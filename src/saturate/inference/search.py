@@ -105,6 +105,7 @@ class Search:
     baseline: Tried | None = None
     tried: dict[Candidate, Tried] = field(default_factory=dict)
     end_s: float = math.inf
+    late_s: float = math.inf                                # of the same clock: behind this only the first contender is confirmed
     broken: list[Tried] = field(default_factory=list)       # missed the accuracy budget, and may be repaired
     fresh: set[Candidate] = field(default_factory=set)     # measured by this search, not by an earlier one
     _lane: Any = None
@@ -195,6 +196,14 @@ class Search:
 
     def time_left(self) -> bool:
         return time.monotonic() < self._until_s()
+
+    def room_for(self, *found: Tried) -> bool:
+        """Whether what takes as long as trying these did would end before trying must."""
+        return time.monotonic() + sum(one.seconds for one in found) < self._until_s()
+
+    def too_late(self, *found: Tried) -> bool:
+        """Whether confirming these, if it takes as long as it mostly does, would end so late that it is not begun."""
+        return time.monotonic() + CONCLUDING * sum(one.seconds for one in found) > self.late_s
 
     def _until_s(self) -> float:
         """When trying must end, so that the best two can be confirmed in time: large models take long to store and to load."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from saturate.records.inference import Fate, Verdict
+from saturate.records.result import Phase
 
 SCHEMA = 1
 
@@ -81,3 +82,5 @@ class GenerationRecord(msgspec.Struct, frozen=True, kw_only=True):
     candidates: list[GenerationCandidate]
     notes: list[str] = []
     seconds: float = 0.0
+    given_s: float | None = None            # what it was to take
+    phases: list[Phase] = []                # what the seconds went into: start, check, ways, winner

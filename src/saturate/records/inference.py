@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from saturate.records.result import Phase
+
 SCHEMA = 1
 
 Verdict = Literal["pass", "fail", "undecided"]
@@ -166,6 +168,7 @@ class OptimizeRecord(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []                   # what the user must know: random at inference, a float cannot certify ...
     seconds: float = 0.0
     given_s: float | None = None            # what it was to take: a process that is being stored or confirmed is not cut off
+    phases: list[Phase] = []                # what the seconds went into: start, check, search, winner, lossless, throughput
     artifact: str | None = None
     serve: str = ""                         # three lines, imports aside, that call the artifact without saturate
     report: str | None = None

@@ -39,7 +39,7 @@ def summary(record: OptimizeRecord, *, width: int, color: bool) -> str:
         if path
     ]
     if record.given_s is not None:
-        tail.append(labelled_line("took", fit(say.took_words(record.seconds, record.given_s), room), LABEL, paint))
+        tail.append(labelled_line("took", fit(say.took_words(record.seconds, record.given_s, record.phases), room), LABEL, paint))
     tail.append(labelled_line("next", say.next_command(record), LABEL, paint, BOLD))
     lines = [(label, fit(text, room)) for label, text in _facts(record) if text]
     free = MAX_LINES - 1 - len(tail)

@@ -85,7 +85,7 @@ def _header(record: OptimizeRecord) -> Markup:
         *_budget(record),
         *(_limit(name, value) for name, value in record.limits.items()),
         ("Candidates", str(len(record.candidates))),
-        ("Search", say.took_words(record.seconds, record.given_s)),
+        ("Search", say.took_words(record.seconds, record.given_s, record.phases)),
         ("Machine", record.machine),
         ("torch", record.torch),
     ]

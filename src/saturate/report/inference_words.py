@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from saturate.records.inference import SEARCH_ENDED, CandidateRecord, OptimizeRecord, Timing
+from saturate.records.result import Phase
 from saturate.records.sizes import show
 from saturate.report import words
 
@@ -43,6 +47,13 @@ MEANINGS = {
 
 #: Fates whose reasons a reader wants first: it would have been worth having.
 _LOST = ("rejected_accuracy", "undecided", "rejected_behaviour", "over_limit", "not_deployable", "failed")
+
+
+#: A phase that took less than this share of a search is no reason why it took so long.
+_SMALL = 0.05
+
+#: A time in which something can be tried and confirmed: so many times what starting and the check on the model took. As `tune` has it.
+_NEEDED = 4
 
 
 def won(record: OptimizeRecord) -> bool:
@@ -107,7 +118,7 @@ def why_nothing(record: OptimizeRecord) -> str:
         waiting = next((one for one in record.candidates if one.fate == "not_tried"), None)
         if ran is None and waiting is not None:
             cut = waiting.reason == SEARCH_ENDED
-            return "the search was ended before the first candidate's turn" if cut else "the time ended before the first candidate's turn: give it more"
+            return "the search was ended before the first candidate's turn" if cut else _before_the_first(record)
         return "no candidate could be measured" + (f": {ran.id}, {ran.reason}" if ran else "")
     before = record.baseline.peak_memory_bytes
     if record.objective == "memory" and before and (least := min((one for one in tried if one.peak_memory_bytes),
@@ -115,6 +126,19 @@ def why_nothing(record: OptimizeRecord) -> str:
         return f"closest: {least.id}, {FATES[least.fate]}: {show(least.peak_memory_bytes or 0)}, and the model {show(before)}"
     best = max(tried, key=lambda one: one.speedup or 0.0)
     return f"closest: {became(best)}"
+
+
+def _before_the_first(record: OptimizeRecord) -> str:
+    """The time was over before anything was tried: what it went into, and which would do."""
+    why, before = "the time ended before the first candidate's turn", [one for one in record.phases if one.name in ("start", "check")]
+    if not before:
+        return f"{why}: give it more"
+    minutes = math.ceil(_NEEDED * sum(one.seconds for one in before) / 60)
+    return f"{why}, give it {minutes}m: {_phases(before)}"
+
+
+def _phases(found: Sequence[Phase]) -> str:
+    return ", ".join(f"{one.name} {words.seconds(one.seconds)}" for one in found)
 
 
 def became(one: CandidateRecord) -> str:
@@ -222,15 +246,21 @@ def stored_words(one: CandidateRecord) -> str:
     return ", ".join([*sizes, *([f"{show(one.compressed_bytes)} compressed"] if one.compressed_bytes is not None else [])])
 
 
-def took_words(seconds: float, given_s: float | None) -> str:
-    """
+def took_words(seconds: float, given_s: float | None, phases: Sequence[Phase] = ()) -> str:
+    """`phases`: what they went into, which is said where they were more than was given: the longest first.
+
     >>> took_words(74.0, 40.0), took_words(38.0, 40.0)
     ('1 min 14 s, more than the 40 s given: what is begun or best is not cut off', '38 s of the 40 s given')
+    >>> took_words(74.0, 40.0, [Phase(name="start", seconds=12.0), Phase(name="search", seconds=1.0), Phase(name="winner", seconds=61.0)])
+    '1 min 14 s, more than the 40 s given: winner 1 min 01 s, start 12 s'
     """
     took, given = words.seconds(seconds), words.seconds(given_s)
     if given_s is None:
         return took
-    return f"{took} of the {given} given" if seconds <= given_s else f"{took}, more than the {given} given: what is begun or best is not cut off"
+    if seconds <= given_s:
+        return f"{took} of the {given} given"
+    longest = sorted((one for one in phases if one.seconds >= _SMALL * seconds), key=lambda one: -one.seconds)
+    return f"{took}, more than the {given} given: {_phases(longest) or 'what is begun or best is not cut off'}"
 
 
 def lost(record: OptimizeRecord) -> tuple[str, str]:

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import time
@@ -25,6 +26,7 @@ from saturate.inference.generation import search as module  # noqa: E402
 from saturate.inference.journal import Journal, rests  # noqa: E402
 from saturate.inference.jury import Jury  # noqa: E402
 from saturate.records.generation import GenerationCandidate  # noqa: E402
+from saturate.records.result import Phase  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
 NEW = 12
@@ -198,6 +200,28 @@ def test_without_time_nothing_is_tried():
     assert result.best == "plain" and result.record.verdict == "inconclusive"
     assert set(fates(result).values()) <= {"not_tried", "not_applicable"}
     assert result.generate(PROMPTS[0]).tokens[0] == toys.greedy(toys.Cached(), PROMPTS[0], 4)
+
+
+def test_no_way_begins_when_the_rest_is_needed_to_confirm_the_best():
+    """One that was begun with a second left ended half a minute behind the end, and the best was confirmed after that."""
+    search, plain = ways(3.0)
+    search.memory, search.yard, began = remembered.Memory(), None, []
+    search._tried = lambda label, numerics, recipe, like: (began.append(label), (module._with(plain.record, id=label, fate="slower"), False))[1]
+    search.deadline = time.monotonic() + 30.0
+    for seconds, start_s, tried in ((40.0, 0.0, []), (0.0, 40.0, []), (20.0, 20.0, []), (15.0, 10.0, ["other"])):
+        search._best = module.Ready("way 0", module.PLAIN, search.found[0], seconds=seconds)
+        search._start_s = start_s
+        search._try("other", "reordering", module.PLAIN, module.PLAIN)
+        assert began == tried
+    assert search.found[1].fate == "not_tried" and search.found[1].reason == conclusion.TIME_OVER
+
+
+def test_what_a_search_took_is_said_beside_what_was_given():
+    result = optimize(Slow(), PROMPTS, max_new_tokens=4, time="30s", ways=("lookup",))
+    assert result.record.given_s == 30.0 and [phase.name for phase in result.record.phases] == ["start", "ways", "winner"]
+    assert result.table().splitlines()[-1] == f"took {result.record.seconds:.1f} s of the 30 s given"
+    late = msgspec.structs.replace(result.record, seconds=50.0, phases=[Phase(name="winner", seconds=45.0)])
+    assert dataclasses.replace(result, record=late).table().splitlines()[-1] == "took 50 s, more than the 30 s given: winner 45 s"
 
 
 def test_a_winner_that_does_not_hold_on_other_prompts_is_not_kept(monkeypatch):

@@ -26,6 +26,7 @@ from saturate.inference.generation.sampling import GREEDY, Sampling
 from saturate.inference.generation.search import KINDS, PLAIN, Search
 from saturate.inference.journal import Journal, rests
 from saturate.inference.modes import evaluating
+from saturate.inference.phases import Phases
 from saturate.inference.process import clear_away
 from saturate.inference.wrapped import unwrapped
 from saturate.records.generation import GenerationRecord
@@ -161,8 +162,8 @@ class GenerationResult:
         return self.table()
 
     def table(self) -> str:
-        """Every way that was tried, with its fate and the reason."""
-        from saturate.report.inference_words import FATES
+        """Every way that was tried, with its fate and the reason; and what that took of the time that was given."""
+        from saturate.report.inference_words import FATES, took_words
 
         lines = [("way", "speed-up", "tokens/s", "prefill ms", "fate", "reason")]
         winner = [self.record.best] if self.best != "plain" else []
@@ -181,10 +182,11 @@ class GenerationResult:
                 )
             )
         widths = [max(map(len, column)) for column in list(zip(*lines))[:-1]]
-        return "\n".join(
+        rows = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[-1]]).rstrip()
             for line in lines
-        )
+        ]
+        return "\n".join([*rows, f"took {took_words(self.record.seconds, self.record.given_s, self.record.phases)}"])
 
 
 def optimize(
@@ -238,7 +240,8 @@ def optimize(
     selection, confirmation = shapes.halves(shapes.as_lists(prompts), batch_size)
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
     started = clock.monotonic()
-    deadline = started + seconds_of(time)
+    given_s = seconds_of(time)
+    deadline = started + given_s
     given = Given(model, None if isinstance(draft, str) else draft, adapter, draft_adapter, tokenizers)
     if isinstance(draft, str) and draft != LOOKUP:
         raise UsageError(f"no such draft: {draft!r}", remedy=f"a model, or {LOOKUP!r}")
@@ -251,10 +254,10 @@ def optimize(
             journal = Journal(folder, remembered.key_of(torch, given, yard, (selection, confirmation, request, budget)),
                               more=rests(torch, check))
         search = Search(torch, given, yard, selection, confirmation, request, deadline, plain, check, budget,
-                        say, frozenset(ways), remembered.Memory(journal, notes), notes)
+                        say, frozenset(ways), remembered.Memory(journal, notes), notes, phases=Phases(started))
         with running_model():
             best, base = search.run()
-    record = conclusion.record_of(search, best, base, clock.monotonic() - started)
+    record = conclusion.record_of(search, best, base, clock.monotonic() - started, given_s)
     return GenerationResult(record, best.recipe, given, request, batch_size, confirmation)
 
 

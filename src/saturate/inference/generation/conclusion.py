@@ -25,8 +25,9 @@ def is_open(row: GenerationCandidate) -> bool:
     return row.fate in ("inconclusive", "dominated") or (row.fate == "not_tried" and row.reason == TIME_OVER)
 
 
-def record_of(search: Any, best: Any, base: GenerationCandidate, seconds: float) -> GenerationRecord:
-    """The whole search, for reports. search: a `search.Search` that has come to its end; best: the `search.Ready` that it returned."""
+def record_of(search: Any, best: Any, base: GenerationCandidate, seconds: float, given_s: float | None = None) -> GenerationRecord:
+    """The whole search, for reports. search: a `search.Search` that has come to its end; best: the `search.Ready` that it returned;
+    given_s: what it was to take."""
     undecided = search.interrupted or bool(search.cut_short) or any(map(is_open, search.found))
     sampling, faster = search.request.sampling, best.label != "plain"
     base = base if faster else msgspec.structs.replace(base, fate="kept")
@@ -44,7 +45,9 @@ def record_of(search: Any, best: Any, base: GenerationCandidate, seconds: float)
         best=best.record if faster else base,
         candidates=search.found,
         notes=search.notes,
-        seconds=seconds,
+        seconds=round(seconds, 1),
+        given_s=given_s,
+        phases=search.phases.found,
     )
 
 

@@ -29,6 +29,7 @@ from saturate.inference.generation.recipe import LOOKUP, MODEL, Given, Recipe
 from saturate.inference.generation.remembered import Memory
 from saturate.inference.generation.sampling import GREEDY
 from saturate.inference.jury import Jury
+from saturate.inference.phases import Phases
 from saturate.measure.race import Estimate, Limits, estimate, look_confidence, verdict
 from saturate.records.generation import GenerationCandidate
 from saturate.records.inference import Fate
@@ -59,6 +60,7 @@ class Ready:
     recipe: Recipe
     record: GenerationCandidate
     like: Recipe = PLAIN
+    seconds: float = 0.0        # that trying it took
 
 
 @dataclass
@@ -81,7 +83,9 @@ class Search:
     notes: list[str] = field(default_factory=list)
     found: list[GenerationCandidate] = field(default_factory=list)
     interrupted: bool = False
+    phases: Phases = field(default_factory=lambda: Phases(time.monotonic()))
     cut_short: set[str] = field(default_factory=set)        # ways that ended for the time, a full disk, or from outside
+    _start_s: float = 0.0               # that the plain loop took until it could be timed
     _ready: list[Ready] = field(default_factory=list)
     _texts: dict[tuple[Recipe, bool], list[list[int]]] = field(default_factory=dict)
     _jury: Jury | None = None
@@ -98,7 +102,7 @@ class Search:
         self._base = self.yard.start(PLAIN, self.selection[0], self.request)
         try:
             self._texts[PLAIN, False] = self._warmed(self._base, self.selection)
-            prepared = time.monotonic() - began
+            prepared = self._start_s = time.monotonic() - began
             runs = [self._base.generate(batch, self.request) for batch in self.selection]
             self.yard.slowest_s = max(run.total_ns for run in runs) / 1e9
             base = GenerationCandidate(
@@ -108,10 +112,15 @@ class Search:
             )
             self._best = plain = Ready("plain", PLAIN, base)
             try:
+                self.phases.end("start")
                 self._control()
+                if self._jury is not None:
+                    self.phases.end("check")
                 self._walk(plain)
                 self._base.close()
+                self.phases.end("ways")
                 self._best = self._conclude(plain)
+                self.phases.end("winner")
             except KeyboardInterrupt:
                 self.interrupted = True
                 self.notes.append(f"interrupted: {self._best.label} is the best so far"
@@ -164,21 +173,28 @@ class Search:
         """Start, compare, race. None where it does not work, is wrong, or there is no time."""
         known = self.memory.tried(label)
         if known is not None:
-            record = known
+            record, seconds = known, known.prepare_s or 0.0
             self.say(f"{label}: known from the search before")
         else:
-            if time.monotonic() > self.deadline:
+            if time.monotonic() > self._until():
                 self._lost(label, numerics, "not_tried", TIME_OVER)
                 return None
             self.say(label)
+            began = time.monotonic()
             record, lasting = self._tried(label, numerics, recipe, like)
+            seconds = time.monotonic() - began
             if lasting:
                 self.memory.keep_tried(record)
         self.found.append(record)
-        ready = Ready(label, recipe, record, like)
+        ready = Ready(label, recipe, record, like, seconds)
         self._ready.append(ready)
         self._best = self._better(self._best, ready)
         return ready if record.fate in _WORKED else None
+
+    def _until(self) -> float:
+        """When a way must begin, so that it is ready in time, which takes as long as the plain loop took at least, and the best is
+        confirmed in time: that takes about as long as it took to try it."""
+        return self.deadline - self._start_s - self._best.seconds
 
     def _tried(self, label: str, numerics: str, recipe: Recipe, like: Recipe) -> tuple[GenerationCandidate, bool]:
         """The record, and whether the same would come of it another time."""
@@ -384,12 +400,14 @@ class Search:
         before: list[Any] = []
         after: list[Any] = []
         ends = time.monotonic() + max(10.0, self.deadline - time.monotonic())
+        start_s = 0.0           # of a pair, which no deadline cuts short
         while True:
-            first = self.confirmation[0]
+            first, began = self.confirmation[0], time.monotonic()
             with (self.yard.running(PLAIN, first, self.request) as base,
                   self.yard.running(best.recipe, first, self.request) as host):
                 self._texts[PLAIN, True] = self._warmed(base, self.confirmation)
                 text = self._warmed(host, self.confirmation)
+                start_s = max(start_s, time.monotonic() - began)
                 left = max(0.0, ends - time.monotonic()) / (_PAIRS - len(pairs) + 1)
                 ratios, one, other = measure.rounds(
                     lambda batch, base=base: base.generate(batch, self.request),
@@ -398,7 +416,7 @@ class Search:
                 before += one
                 after += other
                 found = estimate(pairs, confidence=look_confidence(_PAIRS))
-                last = not self.yard.isolated or len(pairs) == _PAIRS or time.monotonic() > ends
+                last = not self.yard.isolated or len(pairs) == _PAIRS or time.monotonic() + start_s > ends
                 if last or verdict(found, THRESHOLD) != "inconclusive":
                     return self._judged(best.record, host, text, best.like, found, before, after, confirming=True)
 
