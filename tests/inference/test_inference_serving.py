@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import optimizations
 import pytest
+from test_inference_search import OTHER, RUN, World, technique, walk
 
 from saturate.errors import EnvironmentProblem
-from saturate.inference import racing
+from saturate.inference import confirm, racing, result
 from saturate.inference.ending import Ending
 from saturate.inference.failures import WorkerFailed
-from saturate.inference.serving import Fleet, Serving, Setting, climb, with_throughput
+from saturate.inference.phases import Phases
+from saturate.inference.serving import Climbs, Fleet, Served, Serving, Setting, climb, most, with_throughput
+from saturate.records.inference import ThroughputRow
+from saturate.techniques._api import Touch
+
+WON = SimpleNamespace(found=SimpleNamespace(candidate=SimpleNamespace(label=lambda: optimizations.WINNER.id)))
 
 
 def rates(curve: dict[Setting, float | None], cores: int = 4) -> dict[Setting, float]:
@@ -60,23 +68,20 @@ def serving(monkeypatch: pytest.MonkeyPatch, *ends: str) -> tuple[Any, list[str]
 
 @pytest.mark.parametrize(("ends", "verdict"), [(("signal 9",), "faster"), (("signal 9", "signal 9"), "inconclusive")])
 def test_a_process_that_ends_in_the_race_of_the_best_costs_no_result(monkeypatch: pytest.MonkeyPatch, ends: Any, verdict: str) -> None:
-    rows, _, race = serving(monkeypatch, *ends)[0].search(Path("artifact"), lambda text: None, 0.0)
-    assert {row.of for row in rows} == {"baseline", "best"} and race is not None and race.verdict == verdict
+    race = serving(monkeypatch, *ends)[0].race(Setting(8), Path("artifact"), Setting(16), 0.0)
+    assert race.verdict == verdict
     assert ("signal 9" in race.reason) is (verdict == "inconclusive")
 
 
 def test_a_setting_beyond_a_limit_is_shown_and_is_nobodys_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of twice the batch take twice as long: whoever may wait for 20 ms is not served by the largest batch."""
-    raced: list[Setting] = []
     found = serving(monkeypatch)[0]
     found.rate = lambda what, setting, until_s: (100.0 * setting.batch, f"p99_ms is {setting.batch}" if setting.batch > 20 or what is None else None)
-    monkeypatch.setattr(found, "fleet", lambda what, setting: raced.append(setting))
-    monkeypatch.setattr(racing, "race", lambda one, other, **more: (one(), other(), racing.Race("faster", None, None, None, ""))[-1])
-    rows, _, _ = found.search(Path("artifact"), lambda text: None, time.monotonic() + 60.0)
+    climbs = found.search({"baseline": None, "int8": Path("artifact")}, lambda text: None, time.monotonic() + 60.0)
     # What the model came with stays, although it passes the limit itself: there must be something to compare with.
-    assert [(row.of, row.batch, row.over_limit is None) for row in rows] == [
-        ("baseline", 8, True), ("baseline", 16, False), ("best", 8, True), ("best", 16, True), ("best", 32, False)]
-    assert raced == [Setting(8), Setting(16)]
+    assert [(row.of, row.id, row.batch, row.over_limit is None) for row in climbs.rows] == [
+        ("baseline", "", 8, True), ("baseline", "", 16, False), ("rival", "int8", 8, True), ("rival", "int8", 16, True), ("rival", "int8", 32, False)]
+    assert climbs.best == {"baseline": (Setting(8), 800.0), "int8": (Setting(16), 1600.0)}
 
 
 def test_the_limits_are_those_of_one_call_and_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +105,87 @@ def test_what_does_not_run_is_told_with_its_reason(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(found, "fleet", fleet)
     del found.rate
-    rows, failed, race = found.search(Path("artifact"), told.append, time.monotonic() + 60.0)
-    assert not rows and race is None and failed == told == [
+    climbs = found.search({"baseline": None, "int8": Path("artifact")}, told.append, time.monotonic() + 60.0)
+    assert not climbs.rows and not climbs.best and climbs.failed == told == [
         "baseline, batch 8, 1 process(es) does not run: out of memory: a buffer of 8 GiB",
-        "best, batch 8, 1 process(es) does not run: timeout: preparation took longer than 180 s"]
+        "int8, batch 8, 1 process(es) does not run: timeout: preparation took longer than 180 s"]
+
+
+def test_who_comes_behind_the_winner_has_no_turn_where_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = serving(monkeypatch)[0]
+    climbs = found.search({"baseline": None, "first": Path("a"), "second": Path("b")}, lambda text: None, 0.0)
+    assert set(climbs.best) == {"baseline", "first"} and climbs.cut_short and climbs.failed == ["second: the time ended before its best batch size was looked for"]
+
+
+class Batches(World):
+    """A machine on which int4 loses at the batch size of the model, and serves most at larger ones. `curves`: samples per second by batch."""
+
+    def __init__(self, curves: dict[str, dict[int, float]], *arguments: Any, **more: Any):
+        super().__init__(*arguments, **more)
+        self.curves, self.deadline_s, self.threads = curves, time.monotonic() + 600.0, 1
+        self.facts = SimpleNamespace(batch_size=8)
+        self.source = SimpleNamespace(inputs=lambda torch: [None])
+
+    def rate(self, what: Any, setting: Setting, until_s: float) -> tuple[float, None]:
+        """As `Serving.rate`."""
+        curve = self.curves["baseline" if what is None else what.label()]
+        if setting.batch not in curve:
+            raise WorkerFailed("out_of_memory", "too large")
+        return curve[setting.batch], None
+
+
+MORE = technique("more", "runtime", "convergence", (Touch("runtime"), Touch("number-format")))
+CURVES = {"baseline": {8: 100.0, 16: 110.0}, "run": {8: 200.0, 16: 260.0}, "more": {8: 150.0, 16: 300.0, 32: 600.0}, "other": {8: 190.0, 16: 270.0}}
+
+
+def served(monkeypatch: pytest.MonkeyPatch, world: Batches, *modules: Any, verdict: str = "faster") -> tuple[Any, Any, list[Setting]]:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(racing, "BLOCK_S", 0.001)
+    search, raced = walk(world, *modules, objective="throughput"), []
+    search.deadline_s, search.end_s = world.deadline_s, math.inf
+    monkeypatch.setattr(Serving, "rate", lambda self, what, setting, until_s: world.rate(what, setting, until_s))
+    monkeypatch.setattr(Serving, "race", lambda self, own, what, best, until_s: (raced.extend([own, best]), racing.Race(verdict, None, None, None, ""))[-1])
+    won, final = confirm.champion(search, world, world.deadline_s)
+    return most(search, world, won, final), search, raced       # type: ignore[arg-type]
+
+
+def rows(search: Any) -> dict[str, Any]:
+    return {candidate.label(): found for candidate, found in search.tried.items()}
+
+
+def test_who_loses_at_the_given_batch_size_may_serve_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the winner by latency looked for its best batch size: weights in fewer bits lose to another runtime at 8 samples, and not at 32."""
+    before: dict[str, str] = {}
+    monkeypatch.setattr(confirm, "survive", lambda one, lab, say, own=confirm.survive: (before.setdefault(one.candidate.label(), one.reason), own(one, lab, say))[1])
+    found, search, raced = served(monkeypatch, Batches(CURVES, {"run": 0.5, "more": 0.65}), RUN, MORE)
+    assert found.won is not None and found.won.found.candidate.label() == "more" and raced == [Setting(16), Setting(32)]
+    assert [(row.of, row.id) for row in found.climbs.rows if row.batch == 8] == [("baseline", ""), ("rival", "run"), ("rival", "more")]
+    assert "not scored" in before["more"], "it was slower than one that computes the same"
+    assert rows(search)["more"].fate == "kept" and "1.54x" in rows(search)["more"].reason and "at most 600 samples/s, at batch 32" in rows(search)["more"].reason
+    assert rows(search)["run"].fate == "dominated" and rows(search)["run"].reason.endswith("at most 260 samples/s, at batch 16")
+    assert result.verdict_of(found.won, found.final, search, True) == "faster"
+
+
+@pytest.mark.parametrize(("factors", "modules", "climbed"), [
+    ({"run": 0.5, "more": 0.8}, (RUN, MORE), ["run"]),                                  # 1.6 times behind
+    ({"run": 0.5, "other": 0.52}, (RUN, OTHER), ["run"]),                               # serves 4 % more, which is not worth another artifact
+    ({"run": 1.2, "more": 1.4}, (RUN, MORE), ["run", "more"]),                          # nobody is faster at 8 samples
+])
+def test_who_looks_for_its_best_batch_size(monkeypatch: pytest.MonkeyPatch, factors: Any, modules: Any, climbed: list[str]) -> None:
+    found, search, raced = served(monkeypatch, Batches(CURVES, factors), *modules)
+    assert found.won is not None and found.won.found.candidate.label() == climbed[-1] and raced
+    assert found.looked and sum(row.fate == "kept" for row in rows(search).values()) == 1
+
+
+def test_who_had_no_time_to_be_stored_says_so_and_keeps_the_answer_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Batches(CURVES, {"run": 1.2, "more": 1.4})
+    search = walk(world, RUN, MORE, objective="throughput")
+    for one in search.tried.values():
+        one.seconds = 1e6
+    found = most(search, world, None, None)         # type: ignore[arg-type]
+    assert found.won is None and not found.looked and all("the time ended" in row.reason for row in rows(search).values())
+    nothing = msgspec.structs.replace(optimizations.nothing(), verdict="nothing_helps")
+    assert with_throughput(nothing, found).verdict == "inconclusive"
 
 
 @pytest.mark.parametrize(("takes", "files", "whole_device", "together"), [
@@ -173,7 +255,7 @@ def test_a_batch_size_leaves_no_copy_of_the_model(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_process_takes_nothing_with_it_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = Ending(SimpleNamespace(baseline=None), None, [], 0.0)      # type: ignore[arg-type]
+    ending = Ending(SimpleNamespace(baseline=None), None, [], 0.0, Phases(0.0))      # type: ignore[arg-type]
     attached: list[Any] = []
     monkeypatch.setattr(ending, "_attach", lambda error, note: attached.append((error, note)))
     with pytest.raises(EnvironmentProblem, match="has ended") as caught, ending.told():
@@ -183,22 +265,18 @@ def test_the_end_of_a_process_takes_nothing_with_it_that_was_found(monkeypatch: 
 
 @pytest.mark.parametrize(("verdict", "ratio", "said"), [("faster", 2.0, "faster"), ("inconclusive", 0.96, "inconclusive"),
                                                        ("slower", 0.5, "nothing_helps")])
-def test_who_serves_no_more_samples_has_not_won(monkeypatch: pytest.MonkeyPatch, verdict: Any, ratio: float, said: str) -> None:
-    pytest.importorskip("torch")
+def test_who_serves_no_more_samples_has_not_won(verdict: Any, ratio: float, said: str) -> None:
     race = SimpleNamespace(verdict=verdict, speedup=ratio, speedup_ci=(0.9 * ratio, 1.1 * ratio))
-    fake = lambda lab, torch, limits: SimpleNamespace(search=lambda *rest: ([], [], race))      # noqa: E731
-    monkeypatch.setattr("saturate.inference.serving.Serving", fake)
-    record = with_throughput(optimizations.win(), SimpleNamespace(deadline_s=0.0), Path("artifact"), print)
+    rows = [ThroughputRow(of="rival", id=id, batch=8, processes=1, samples_per_s=1.0) for id in (optimizations.WINNER.id, "another")]
+    record = with_throughput(optimizations.win(), Served(Climbs(rows), won=WON, race=race))     # type: ignore[arg-type]
+    assert [row.of for row in record.throughput] == ["best", "rival"]
     won = verdict == "faster"
     assert record.verdict == said and (record.best is not None) is won and (record.artifact is not None) is won
     assert any(one.fate == "kept" for one in record.candidates) is won
 
 
-def test_without_a_race_nobody_serves_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    monkeypatch.setattr("saturate.inference.serving.Serving", lambda lab, torch, limits: SimpleNamespace(
-        search=lambda *rest: ([], ["best, batch 8 does not run: a timeout"], None)))
-    record = with_throughput(optimizations.win(), SimpleNamespace(deadline_s=0.0), Path("artifact"), print)
+def test_without_a_race_nobody_serves_more() -> None:
+    record = with_throughput(optimizations.win(), Served(Climbs(failed=["best, batch 8 does not run: a timeout"]), won=WON))    # type: ignore[arg-type]
     assert record.verdict == "inconclusive" and record.best is None and record.artifact is None
     assert any(one.reason.endswith("no batch size was served by both, the model and the winner; best, batch 8 does not run: a timeout")
                for one in record.candidates) and record.notes[-1] == "best, batch 8 does not run: a timeout"

@@ -19,10 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from saturate.errors import EnvironmentProblem, UsageError, WorkloadFailed
-from saturate.inference import confirm, examples, folders, guards, here, plan, structure
+from saturate.inference import confirm, examples, folders, guards, here, plan, serving, structure
 from saturate.inference.accuracy import Budget, refuse_other
 from saturate.inference.artifact import Artifact, load
 from saturate.inference.ending import Ending
@@ -34,7 +32,6 @@ from saturate.inference.phases import Phases, slack_s
 from saturate.inference.process import clear_away
 from saturate.inference.result import Result, seconds_of, undecided_lossless
 from saturate.inference.search import Search
-from saturate.inference.serving import with_throughput
 from saturate.inference.source import Source, signature_of
 from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Train
@@ -260,8 +257,13 @@ def conclude(ending: Ending, say: Callable[[str], None]) -> Result:
     if confirm.contenders(search):
         say("confirm: store the best, load it in a fresh process, score and race it")
     won, ending.final = confirm.champion(search, lab, lab.deadline_s)
-    ending.won = won
     ending.phases.end("winner")
+    served = None
+    if search.objective == "throughput":
+        served = serving.most(search, lab, won, ending.final)
+        won, ending.final = served.won, served.final
+        ending.phases.end("throughput")
+    ending.won = won
     own = won is not None and won.found.candidate.lossless
     ending.lossless, unraced = (won, "") if own else _best_lossless(search, lab)
     if won is not None and not own and ending.lossless is not None:
@@ -273,10 +275,8 @@ def conclude(ending: Ending, say: Callable[[str], None]) -> Result:
     if not own and ending.lossless is not None:
         ending.phases.end("lossless")
     record = ending.recorded()
-    if search.objective == "throughput" and won is not None:
-        record = with_throughput(record, lab, won.artifact, say)
-        ending.phases.end("throughput")
-        record = msgspec.structs.replace(record, seconds=round(clock.monotonic() - ending.began, 1), phases=ending.phases.found)
+    if served is not None:
+        record = serving.with_throughput(record, served)
     ending.record = record
     lab.discard(Path(record.artifact) if record.artifact is not None else None)
     return Result.of(record, search, lab)

@@ -20,7 +20,7 @@ from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.limits import decided, over_limit, too_few_calls
 from saturate.inference.plan import HELPS
 from saturate.inference.racing import Race
-from saturate.inference.search import NEEDS_LESS, WEIGHED, Lab, Search, Tried
+from saturate.inference.search import CONCLUDING, NEEDS_LESS, WEIGHED, Lab, Search, Tried
 from saturate.measure.race import Limits
 from saturate.records.inference import Fate
 from saturate.records.sizes import show
@@ -33,6 +33,10 @@ WORTH = 1.25
 
 #: Contenders this close to the first, by their screening, race it.
 CLOSE = 1.06
+
+#: Where samples per second are the objective: beside the fastest so many others look for their best batch size, of those that are no more
+#: than this factor behind it at the batch size that the model came with. What loses there may serve more at a larger one.
+NEAR, RIVALS = 1.5, 2
 
 FINAL = Limits(max_pairs=4, min_rounds=6, max_rounds=16)
 DUEL = Limits(max_pairs=2, min_rounds=6, max_rounds=12)
@@ -217,6 +221,44 @@ def following(search: Search, seen: set[Candidate], best: Confirmed | None, spar
         return one.candidate.lossless or (room and (not one.unscored or search.time_left() or (spare and other)))
 
     return next(filter(has_turn, left), None)
+
+
+def rivals(search: Search, lab: Lab, won: Confirmed | None, until_s: float) -> tuple[list[Confirmed], bool]:
+    """Those `NEAR` the winner (None: nobody was faster than the model in a final race), and made by other techniques, stored and confirmed
+    as it was; and whether that was all of them: none is begun that would not be through by `until_s` (`time.monotonic()`), and then its
+    row says so."""
+    runs = [one for one in search.tried.values() if one.speedup is not None and _runs(one, search)]
+    best = max([1.0, *(one.speedup or 0.0 for one in runs)])
+    found: list[Confirmed] = []
+    all_of_them = True
+    seen = [] if won is None else [_ids(won.found.candidate)]
+    for one in sorted(runs, key=lambda one: -(one.speedup or 0.0)):
+        if len(found) == RIVALS or NEAR * (one.speedup or 0.0) < best:
+            break
+        if _ids(one.candidate) in seen:
+            continue
+        seen.append(_ids(one.candidate))
+        if time.monotonic() + CONCLUDING * one.seconds > until_s:
+            one.reason += "; whether it serves more at another batch size was not looked for: the time ended"
+            all_of_them = False
+            continue
+        unscored = one.unscored
+        if (survived := survive(one, lab, search.progress)) is not None:
+            found.append(survived)
+            if unscored and survived.judgement is not None:
+                one.fate, one.scores, one.judgement = "dominated", survived.scores, survived.judgement
+                one.reason = f"{one.speedup:.2f}x; {survived.judgement.reason}"
+    return found, all_of_them
+
+
+def _runs(one: Tried, search: Search) -> bool:
+    """Whether it may serve, although it did not win: it was not refused, but for being slower than another or than the model."""
+    slower = one.fate in ("slower", "no_difference", "inconclusive")
+    return one.working or one.unscored or promising(one, search) or (slower and (one.candidate.lossless or one.scores is not None))
+
+
+def _ids(candidate: Candidate) -> list[str]:
+    return [part.id for part in candidate.parts]
 
 
 def survive(found: Tried, lab: Lab, progress: Callable[[str], None]) -> Confirmed | None:

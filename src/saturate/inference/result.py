@@ -208,6 +208,8 @@ def verdict_of(won: Confirmed | None, final: Race | None, search: Search, comple
     """`complete`: everything had its turn; else nobody knows that nothing helps."""
     if won is None or final is None:
         return "nothing_helps" if complete else "inconclusive"
+    if search.objective == "throughput" and final.estimate is not None:
+        return "faster"         # or slower, by a call of the given size: who serves most was chosen, and `with_throughput` says more
     return confirm.outcome(final, search, won)
 
 

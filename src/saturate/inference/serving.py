@@ -1,9 +1,9 @@
 """Throughput: which batch size, in how many processes at once, gives the most samples per second.
 
-The user's model and the winner each climb by themselves: the batch doubles while that pays, then processes are added that
-share the threads. What they reach races in fresh fleets, so the winner is compared with the best that the user's own model
-can do, not with the batch that it happened to come with. A setting whose calls are slower than the user's limits, or that
-takes more memory, serves nobody: it is shown, and neither of the two climbs beyond it.
+The user's model, the winner by latency and one or two that came close to it each climb by themselves: the batch doubles while
+that pays, then processes are added that share the threads. Who serves most then races the model in fresh fleets, each at its best,
+so it is compared with the best that the user's own model can do, not with the batch that it happened to come with. A setting whose
+calls are slower than the user's limits, or that takes more memory, serves nobody: it is shown, and nobody climbs beyond it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
 
-from saturate.inference import racing
+from saturate.inference import confirm, racing
+from saturate.inference.confirm import Confirmed
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.lab import Lab
 from saturate.inference.limits import decided, over_limit, too_few_calls
 from saturate.inference.process import Worker
 from saturate.inference.racing import Race
+from saturate.inference.search import Search
 from saturate.inference.source import Source
 from saturate.records.inference import OptimizeRecord, ThroughputRow
 
@@ -39,10 +41,28 @@ _ROUND_S = 0.25
 _LEAST_S = 20.0
 
 
+#: Of the time that is left, so much goes into storing and confirming others than the winner, and so much of the rest into looking for
+#: everybody's best setting; the last race has what remains.
+_STORING, _CLIMBING = 0.3, 0.6
+
+BASELINE = "baseline"
+
+
 @dataclass(frozen=True)
 class Setting:
     batch: int
     processes: int = 1
+
+
+@dataclass
+class Climbs:
+    """What was measured of each, which setting was its best with how many samples per second, and what did not run. `cut_short`: of
+    somebody nothing was measured, for want of time."""
+
+    rows: list[ThroughputRow] = field(default_factory=list)
+    best: dict[str, tuple[Setting, float]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    cut_short: bool = False
 
 
 def _named(who: str, setting: Setting) -> str:
@@ -180,16 +200,16 @@ class Serving:
         finally:
             fleet.close()
 
-    def search(self, artifact: Path, progress: Callable[[str], None], deadline_s: float) -> tuple[list[ThroughputRow], list[str], Race | None]:
-        """All settings that were measured, of the baseline and of the artifact, which others did not run and why, and the race of the two
-        best; None: one of the two ran with none."""
-        rows: list[ThroughputRow] = []
-        failed: list[str] = []
-        best: dict[str, Setting] = {}
-        began = time.monotonic()
-        for index, (who, what) in enumerate((("baseline", None), ("best", artifact))):
-            until = began + (index + 1) * 0.3 * max(0.0, deadline_s - began)
-            most = 0.0
+    def search(self, entrants: Mapping[str, Path | None], progress: Callable[[str], None], deadline_s: float) -> Climbs:
+        """Every setting of each that was measured, by name, within its share of the time. The first is the model itself (None). Who comes
+        behind the second has no turn where others have taken the time."""
+        found, began = Climbs(), time.monotonic()
+        for index, (who, what) in enumerate(entrants.items()):
+            until = began + (index + 1) * _CLIMBING / len(entrants) * max(0.0, deadline_s - began)
+            if index > 1 and time.monotonic() > until:
+                found.cut_short = True
+                found.failed.append(f"{who}: the time ended before its best batch size was looked for")
+                continue
             passed: dict[Setting, str | None] = {}
 
             def rate(one: Setting, who: str = who, what: Path | None = what, passed: dict[Setting, str | None] = passed,
@@ -197,25 +217,24 @@ class Serving:
                 # The one that it came with stays: the winner was held to the limits there, in its final race; the model
                 # itself never was.
                 try:
-                    found, over = self.rate(what, one, until if passed else 0.0)
+                    given, over = self.rate(what, one, until if passed else 0.0)
                 except WorkerFailed as error:
-                    failed.append(f"{_named(who, one)} does not run: {error.kind.replace('_', ' ')}: {error.reason}")
-                    progress(failed[-1])
+                    found.failed.append(f"{_named(who, one)} does not run: {error.kind.replace('_', ' ')}: {error.reason}")
+                    progress(found.failed[-1])
                     return None
                 passed[one] = over if passed else None
-                return found
+                return given
 
-            for setting, found in climb(rate, self.batch, self.cores, lambda until=until: time.monotonic() < until, passed.__getitem__):
+            for setting, given in climb(rate, self.batch, self.cores, lambda until=until: time.monotonic() < until, passed.__getitem__):
                 over = passed[setting]
-                progress(f"{_named(who, setting)}: {found:,.0f} samples/s" + (f"; {over}" if over else ""))
-                rows.append(ThroughputRow(of=who, batch=setting.batch, processes=setting.processes, samples_per_s=found, over_limit=over))
-                if over is None and found > most:
-                    best[who], most = setting, found
-        if len(best) < 2:
-            return rows, failed, None
-        return rows, failed, self._race(best["baseline"], artifact, best["best"], deadline_s)
+                progress(f"{_named(who, setting)}: {given:,.0f} samples/s" + (f"; {over}" if over else ""))
+                found.rows.append(ThroughputRow(of="baseline" if what is None else "rival", id="" if what is None else who, batch=setting.batch,
+                                                processes=setting.processes, samples_per_s=given, over_limit=over))
+                if over is None and given > found.best.get(who, (setting, 0.0))[1]:
+                    found.best[who] = setting, given
+        return found
 
-    def _race(self, own: Setting, artifact: Path, best: Setting, deadline_s: float) -> Race:
+    def race(self, own: Setting, artifact: Path, best: Setting, deadline_s: float) -> Race:
         """Of the two at their best; once more where a process ends, which nobody else is to blame for. Then nobody knows."""
         reason = ""
         for _ in range(2):
@@ -226,14 +245,88 @@ class Serving:
         return Race("inconclusive", None, None, None, reason)
 
 
-def with_throughput(record: OptimizeRecord, lab: Lab, artifact: Path, say: Callable[[str], None]) -> OptimizeRecord:
-    """The record with the batch sizes and processes that serve most samples per second."""
+@dataclass
+class Served:
+    """Who serves most samples per second, its final race at the batch size that the model came with, and the race with the model, each at
+    its best setting. None: nobody, or nobody knows. `looked`: all that came close had their turn."""
+
+    climbs: Climbs
+    looked: bool = True
+    won: Confirmed | None = None
+    final: Race | None = None
+    race: Race | None = None
+
+
+def most(search: Search, lab: Lab, won: Confirmed | None, final: Race | None) -> Served:
+    """The winner by latency (None: there is none), or one that came close to it and serves more at another batch size. All rows of the
+    search say what they serve at most."""
     import torch
 
-    rows, failed, race = Serving(lab, torch, record.limits).search(artifact, say, max(lab.deadline_s, time.monotonic() + _LEAST_S))
-    record = msgspec.structs.replace(record, throughput=rows, notes=[*record.notes, *failed], throughput_ratio=race.speedup if race else None,
+    now = time.monotonic()
+    deadline_s = max(lab.deadline_s, now + _LEAST_S)
+    close, looked = confirm.rivals(search, lab, won, now + _STORING * (deadline_s - now))
+    entrants = {one.found.candidate.label(): one for one in (*([] if won is None else [won]), *close)}
+    if not entrants:
+        return Served(Climbs(), looked)
+    serving = Serving(lab, torch, search.limits)
+    search.progress(f"samples per second: the best batch size of the model, {', '.join(entrants)}")
+    climbs = serving.search({BASELINE: None, **{label: one.artifact for label, one in entrants.items()}}, search.progress, deadline_s)
+    looked = looked and not climbs.cut_short
+    left, own = {label: climbs.best[label] for label in entrants if label in climbs.best}, climbs.best.get(BASELINE)
+    first = "" if won is None else won.found.candidate.label()
+    for label, (setting, rate) in left.items():
+        entrants[label].found.reason += f"; at most {rate:,.0f} samples/s, at batch {setting.batch}"
+    while left and own is not None:
+        label = chosen({label: rate for label, (_, rate) in left.items()}, first)
+        one, (setting, _) = entrants[label], left.pop(label)
+        found = final if one is won else _final(one, search, lab)
+        if found is None:
+            continue
+        if won is not None and one is not won:
+            won.found.fate = "dominated"
+        one.found.fate = "kept"
+        return Served(climbs, looked, one, found, serving.race(own[0], one.artifact, setting, deadline_s))
+    return Served(climbs, looked, won, final)
+
+
+def chosen(rates: Mapping[str, float], first: str) -> str:
+    """Who serves most; another one than the `first` only where that is worth it.
+
+    >>> chosen({"a": 100.0, "b": 104.0}, "a"), chosen({"a": 100.0, "b": 106.0}, "a"), chosen({"b": 7.0}, "a")
+    ('a', 'b', 'b')
+    """
+    best = max(rates, key=lambda label: rates[label])
+    return first if first in rates and rates[best] < PAYS * rates[first] else best
+
+
+def _final(one: Confirmed, search: Search, lab: Lab) -> Race | None:
+    """The final race of one that did not win by latency: how fast it is at the batch size that the model came with, and whether it keeps
+    the limits there. None: it does not, or nobody knows; its row says why."""
+    try:
+        final = confirm.once_more(lambda: confirm.against(lab, one.artifact, None, lab.deadline_s))
+        final = confirm.once_more(lambda: confirm.with_enough_calls(one, final, lab, search.limits, lab.deadline_s))
+    except WorkerFailed as error:
+        one.found.fate, one.found.reason, one.found.outside = "failed", f"{error.kind.replace('_', ' ')}: in the final race, {error}", error.outside
+        return None
+    over, serves = confirm.refused(one, final, "faster", search.limits), one.found.reason.rpartition("; ")[2]
+    if over is not None:
+        one.found.fate, one.found.reason = over
+        return None
+    confirm.settle(one, final, "faster" if final.estimate is not None else "inconclusive")
+    one.found.reason += f"; {serves}"
+    return final if final.estimate is not None else None
+
+
+def with_throughput(record: OptimizeRecord, served: Served) -> OptimizeRecord:
+    """The record of who serves most, with the batch sizes and processes of all."""
+    race, climbs, label = served.race, served.climbs, "" if served.won is None else served.won.found.candidate.label()
+    rows = [msgspec.structs.replace(one, of="best") if one.id == label else one for one in climbs.rows]
+    record = msgspec.structs.replace(record, throughput=rows, notes=[*record.notes, *climbs.failed], throughput_ratio=race.speedup if race else None,
                                      throughput_ratio_ci=race.speedup_ci if race else None)
-    return record if race is not None and race.verdict == "faster" else _serves_no_more(record, race, failed)
+    if served.won is not None and (race is None or race.verdict != "faster"):
+        record = _serves_no_more(record, race, climbs.failed)
+    unknown = record.verdict == "nothing_helps" and not served.looked
+    return msgspec.structs.replace(record, verdict="inconclusive") if unknown else record
 
 
 def _serves_no_more(record: OptimizeRecord, race: Race | None, failed: list[str]) -> OptimizeRecord:

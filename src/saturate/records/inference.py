@@ -105,13 +105,15 @@ class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThroughputRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples per second of the user's model or of the winner, at one batch size in some processes at once."""
+    """Samples per second of the user's model, of the winner, or of one that came close to it, at one batch size in some processes at
+    once."""
 
-    of: Literal["baseline", "best"]
+    of: Literal["baseline", "best", "rival"]
     batch: int
     processes: int
     samples_per_s: float
     over_limit: str | None = None           # which of the limits it passes: it is shown, and is nobody's best
+    id: str = ""                            # of the candidate's row
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True):

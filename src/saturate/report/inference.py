@@ -141,25 +141,26 @@ THROUGHPUT = ("throughput of", "batch", "processes", "samples/s", "")
 
 
 def throughput_rows(record: OptimizeRecord) -> list[tuple[str, ...]]:
-    """Every setting of batch and processes, of the model as it is and of the winner; the best of each is marked."""
-    most = _most(record)
+    """Every setting of batch and processes, of the model as it is, of the winner and of who came close to it; the best of each is
+    marked."""
+    most = _most(record).values()
     names = {"baseline": "as it is", "best": "best"}
     found = []
     for one in record.throughput:
-        mark = one.over_limit or ("its best" if most.get(one.of) is one else "")
-        found.append((names[one.of], str(one.batch), str(one.processes), f"{one.samples_per_s:,.0f}", mark))
+        mark = one.over_limit or ("its best" if any(one is other for other in most) else "")
+        found.append((names.get(one.of) or words.one_line(one.id), str(one.batch), str(one.processes), f"{one.samples_per_s:,.0f}", mark))
     return found
 
 
-def _most(record: OptimizeRecord) -> dict[str, ThroughputRow]:
+def _most(record: OptimizeRecord) -> dict[tuple[str, str], ThroughputRow]:
     """The setting of each with the most samples per second, of those within the limits."""
     within = (one for one in record.throughput if one.over_limit is None)
-    return {one.of: one for one in sorted(within, key=lambda one: one.samples_per_s)}
+    return {(one.of, one.id): one for one in sorted(within, key=lambda one: one.samples_per_s)}
 
 
 def throughput_words(record: OptimizeRecord) -> str:
     """ "1,930/s at batch 64 in 2 processes, 410/s as it is at batch 32": each at its best setting."""
-    most = _most(record)
+    most = {of: one for (of, _), one in _most(record).items()}
     return ", ".join(
         f"{one.samples_per_s:,.0f}/s{said} at batch {one.batch}"
         + (f" in {one.processes} processes" if one.processes > 1 else "")
