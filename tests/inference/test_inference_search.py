@@ -259,6 +259,14 @@ class Ends(World):
         return worker
 
 
+def test_what_keeps_the_budget_and_is_slower_than_the_model_is_called_that(tmp_path: Path) -> None:
+    """"dominated", of a number format at 0.22x, where nothing was kept that could have been better."""
+    for _ in range(2):          # and when it is known from before
+        search = walk(World({"int8": 1.5}, {"int8": 0.001}), INT8, journal=Journal(tmp_path, "k", True))
+        assert fates(search) == {"int8": "slower"} and next(iter(search.tried.values())).reason == "0.67x; a drop of 0.001"
+    assert fates(walk(World({"int8": 1.5}, {"int8": 0.001}), INT8, objective="memory")) == {"int8": "dominated"}
+
+
 @pytest.mark.parametrize("blocks", [0, 2, 3, 5])
 def test_the_end_of_the_model_s_own_process_is_not_held_against_a_candidate(blocks: int) -> None:
     """Neither before the first one, nor beside it."""

@@ -324,6 +324,12 @@ class Search:
             return
         worker.thaw()
         self._score(worker, found)
+        self._told(found)
+
+    def _told(self, found: Tried) -> None:
+        """What keeps the budget and is slower than the model itself is that, and beaten by nobody."""
+        if found.fate == "dominated" and self.objective != "memory" and (found.speedup or 0.0) < 1.0:
+            found.fate = "slower"
 
     def _score(self, worker: Any, found: Tried) -> None:
         try:
@@ -355,6 +361,7 @@ class Search:
         found = tried_of(candidate, entry)
         if found.scores is not None:
             found.judge(self.lab.judge(found.scores))       # the budget may be another one now
+            self._told(found)
         self._know(found)
         self.progress(f"{candidate.label()}: {found.reason} (known from before)")
         return found
