@@ -3,6 +3,7 @@ answers and the threads of the artifact."""
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import importlib.util
 import math
@@ -94,6 +95,8 @@ def agrees(folder: Path, inputs: tuple[Any, ...], threads: int) -> None:
     source = lines.of_artifact(folder, artifact.read(folder))
     assert len([line for line in source.splitlines() if not line.startswith("import ")]) == 3
     assert source.splitlines()[-1].removeprefix("with torch.no_grad(): ").startswith("answers = ")
+    taken = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    assert not taken & set(lines.YOURS), "in reproduce.py the lines that make the program again of the user's model stand behind these"
     found, answers = answered(folder.parent, source, inputs)
     expected = structure.flatten(torch, artifact.load(folder)(*inputs))[1]
     assert found == threads and len(answers) == len(expected)

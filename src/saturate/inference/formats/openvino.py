@@ -109,11 +109,11 @@ def save(folder: Path, path: Path, settings: dict[str, Any]) -> Entry:
 def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
     """See `inference.lines.serving`."""
     settings, tensors = entry.settings, structure.flat_inputs(entry.settings["inputs"])
-    known = f"; model.reshape({settings['sizes']!r})" if settings["sizes"] else ""
-    # By name: a graph has no inputs that nothing depends on.
+    known = f"; graph.reshape({settings['sizes']!r})" if settings["sizes"] else ""
+    # By name: a graph has no inputs that nothing depends on. `model` is the user's, of which the lines behind these make the program again.
     return ("import openvino\n"
-            f"core = openvino.Core(); model = core.read_model({place(entry.files[0])}){known}\n"
-            f'compiled = core.compile_model(model, "CPU", {settings_of(int(settings["threads"]), settings["precision"])!r})\n'
+            f"core = openvino.Core(); graph = core.read_model({place(entry.files[0])}){known}\n"
+            f'compiled = core.compile_model(graph, "CPU", {settings_of(int(settings["threads"]), settings["precision"])!r})\n'
             f"answers = list(compiled({{(name := one.get_any_name()): {tensors}[int(name[{len(files.INPUT)}:])].numpy(force=True) "
             f"for one in compiled.inputs}}).values())")
 
