@@ -243,7 +243,7 @@ def test_what_optimizers_are_set_to_is_recorded_by_tensor(script, start, tmp_pat
     capture = {"folder": str(tmp_path), "updates": 4, "seed": 20, "aligned": False, "perturb": None}
     start(str(script(SCHEDULED)), capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_ready()
     found = series.read(tmp_path)
-    by_dimensions = [dict(zip(found.dimensions, row)) for row in found.settings]
-    assert [row[2][:2] for row in by_dimensions] == [(0.5 * 0.5**k, 0.25) for k in range(4)]
-    assert {row[1][1] for row in by_dimensions} == {0.0} and {row[1][3] for row in by_dimensions} == {(0.9, 0.999)}
+    matrices, biases = ([dict(dict(zip(found.dimensions, row))[dims]) for row in found.settings] for dims in (2, 1))
+    assert [(one["lr"], one["weight_decay"]) for one in matrices] == [(0.5 * 0.5**k, 0.25) for k in range(4)]
+    assert {(one["weight_decay"], one["betas"]) for one in biases} == {(0.0, (0.9, 0.999))} and "momentum" not in biases[0]
     assert sorted(found.dimensions) == [1, 1, 2, 2]

@@ -390,7 +390,8 @@ def test_a_gradient_that_is_nearly_nothing_is_compared_with_the_others():
 
 def scheduled(rates, decay=0.01, momentum=None):
     """BASE, with what its optimizer is set to for each of its three tensors."""
-    return replace(BASE, settings=[[(rate, decay, momentum, (0.9, 0.999), 1e-8)] * len(SEGMENTS) for rate in rates])
+    return replace(BASE, settings=[[(("lr", rate), ("weight_decay", decay), ("momentum", momentum), ("betas", (0.9, 0.999)))] * len(SEGMENTS)
+                                   for rate in rates])
 
 
 FALLING = [1e-4 * (1 - k / 5000) for k in range(N)]

@@ -85,3 +85,10 @@ def test_damage_is_named(tmp_path, text, reason):
 def test_no_capture_is_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         read(tmp_path)
+
+
+def test_settings_and_dimensions_come_back(tmp_path):
+    one, other = (("lr", 0.1), ("betas", (0.9, 0.999))), (("lr", 0.2),)
+    known = replace(SERIES, dimensions=[2, 1], settings=[[one, None] if k % 2 else [other, one] for k in range(len(SERIES))])
+    write(known, tmp_path)
+    assert read(tmp_path) == known

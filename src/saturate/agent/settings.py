@@ -15,10 +15,10 @@ def of_parameters(optimizers: Iterable[Any], parameters: list[Any]) -> dict[str,
     """{"sets": different settings, "of": the number of each parameter's in them, -1 where not just one group holds it}."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     holders = Counter(id(p) for group in groups for p in group["params"])
-    sets: list[list[Any]] = []
+    sets: list[dict[str, Any]] = []
     place_of: dict[int, int] = {}
     for group in groups:
-        found = [_plain(group.get(name)) for name in NAMES]
+        found = {name: _plain(group[name]) for name in NAMES if name in group}
         if found not in sets:
             sets.append(found)
         place_of.update({id(p): sets.index(found) for p in group["params"] if holders[id(p)] == 1})

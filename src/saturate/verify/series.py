@@ -6,7 +6,7 @@ A folder holds `capture.jsonl` and `samples.bin`. The first line of the former i
      "samples": "float32", "precision": "float32"}
 
 and each following line one update: {"update": 0, "losses": [2.3], "grad_norm": 1.7, "digest": "...", "settings": {"sets":
-[[0.1, 0.0, ...]], "of": [0, 0, ...]}}, the last of which are those of the optimizers, by tensor (`agent.settings`). The latter
+[{"lr": 0.1, ...}], "of": [0, 0, ...]}}, the last of which are those of the optimizers, by tensor (`agent.settings`). The latter
 holds, after each update, `dims` numbers of the format `samples`, little-endian: the same strided sample of all trained
 parameters, tensor after tensor; `segments` says how many of them belong to each tensor. After them come the entries of the
 modules' buffers, as many of each as `statistics` says. `samples` is float64 where any of
@@ -59,8 +59,8 @@ class Series:
     than float32, else "". formats: that of each segment's tensor. loss_format: that of the losses. device: the type of device that
     the parameters are on. Each of these is empty where it is not known. statistics: the strided sample of the trained modules'
     buffers after the update (the running statistics of a normalisation), and statistics_segments how many entries are of each.
-    dimensions: of each segment's tensor. settings: what the optimizer is set to for each of them, in `agent.settings.NAMES`, None where it
-    is not known; empty where none is.
+    dimensions: of each segment's tensor. settings: what the optimizer is set to for each of them, as pairs of a name and a value, None where
+    it is not known; empty where none is.
     """
 
     losses: list[list[float]]
@@ -149,7 +149,7 @@ def _number(value: object) -> float:
 
 def _settings(told: Any) -> list[tuple[Any, ...] | None]:
     """By tensor."""
-    sets = [tuple(tuple(one) if isinstance(one, list) else one for one in values) for values in (told or {}).get("sets", [])]
+    sets = [tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in values.items()) for values in (told or {}).get("sets", [])]
     return [sets[place] if 0 <= place < len(sets) else None for place in (told or {}).get("of", [])]
 
 
@@ -231,7 +231,7 @@ def write(series: Series, folder: Path) -> None:
         own = series.settings[k] if series.settings else []
         sets = list(dict.fromkeys(one for one in own if one is not None))
         records.append({"update": k, "losses": losses, "grad_norm": norm, "digest": digest,
-                        "settings": {"sets": sets, "of": [-1 if one is None else sets.index(one) for one in own]}})
+                        "settings": {"sets": [dict(one) for one in sets], "of": [-1 if one is None else sets.index(one) for one in own]}})
     (folder / CAPTURE).write_text("".join(json.dumps(record) + "\n" for record in records))
     with (folder / SAMPLES).open("wb") as file:
         for k, sample in enumerate(series.samples):

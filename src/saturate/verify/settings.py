@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from saturate.agent.settings import NAMES
 from saturate.verify.series import Series
 
 #: How far apart two readings of one number may be, relative: a rate may be held as a tensor of 32 bits.
 APART = 1e-6
 
-Settings = tuple[Any, ...]
+Settings = tuple[tuple[str, Any], ...]
 
 
 def otherwise(ours: Sequence[Settings | None], theirs: Sequence[Settings | None]) -> Iterator[tuple[str, Any, Any]]:
     """(name, of ours, of theirs) for what is set otherwise, by tensor. What either does not have, or not as a number, is not compared."""
     for one, other in dict.fromkeys(zip(ours, theirs)):
-        for name, expected, found in zip(NAMES, one or (), other or ()):
-            if not _alike(expected, found):
-                yield name, expected, found
+        known = dict(other or ())
+        for name, expected in one or ():
+            if not _alike(expected, known.get(name)):
+                yield name, expected, known[name]
 
 
 def _alike(expected: Any, found: Any) -> bool:
