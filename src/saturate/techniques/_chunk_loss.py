@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.techniques import _trees
-from saturate.techniques._chunk_rescue import Batch, Rescue, _identity, _reached, _release
+from saturate.techniques._chunk_rescue import Batch, Rescue, node_key, leads_to, release_graph
 from saturate.techniques._chunks import Call, free, out_of_memory, without_frames
 from saturate.techniques._interrupts import from_signal_handler
 
@@ -90,7 +90,7 @@ def _behind(tensors: list[Any], rescue: Rescue) -> list[Any]:
         seen.add(node)
         if isinstance(call := getattr(node, "call", None), Call):
             calls += [call] if call.graph is not None else []
-        elif (batch := marked.get(_identity(node))) is not None:
+        elif (batch := marked.get(node_key(node))) is not None:
             nodes.setdefault(batch, []).append(node)
         else:
             pending.extend(parent for parent, _ in node.next_functions)
@@ -112,12 +112,12 @@ class Whole:
     def unfit(self) -> str:
         if len(self.rescue.batches) > 1:
             return "several forwards wait for their backward"
-        if _reached([tensor.grad_fn for tensor in self.tensors], self.batch.nodes)[1]:
+        if leads_to([tensor.grad_fn for tensor in self.tensors], self.batch.nodes)[1]:
             return "the loss depends on trained tensors in another way than through the model's output"
         return self.rescue.unfit(self.batch) or self.batch.foreseen()
 
     def let_go(self, failure: Exception) -> None:
-        _release(self.nodes, failure)
+        release_graph(self.nodes, failure)
 
 
 # -- a loss whose backward can be repeated ---------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class Rescue:
 
     def _mark(self, tensor: Any, batch: Batch, position: int) -> None:
         if tensor.grad_fn is not None:
-            batch.nodes[_identity(tensor.grad_fn)] = position
+            batch.nodes[node_key(tensor.grad_fn)] = position
             batch.seen[position] = glimpse(tensor)
             tensor.grad_fn.register_prehook(functools.partial(batch.arrived, position, tensor.output_nr))
 
@@ -144,7 +144,7 @@ class Rescue:
         if problem:
             _refuse(self.arrived or list(self.batches), problem, failure)
         batch = self.arrived[0]
-        _release([root.grad_fn for root in roots])
+        release_graph([root.grad_fn for root in roots])
         free(torch)
         state = Randomness(torch, devices_of(batch.module))
         with torch.enable_grad(), batch.autocast.entered():
@@ -175,7 +175,7 @@ class Rescue:
         batch = self.arrived[0]
         if problem := self.unfit(batch):
             return problem
-        reached, leaves = _reached([root.grad_fn for root in roots], batch.nodes)
+        reached, leaves = leads_to([root.grad_fn for root in roots], batch.nodes)
         if any(position not in batch.gradients for position in reached):
             return "memory ran out before all of the loss was differentiated"
         known = {id(p) for p in self.leaves()}
@@ -204,12 +204,12 @@ def _refuse(batches: list[Batch], problem: str, failure: Exception) -> None:
     raise failure
 
 
-def _identity(node: Any) -> tuple[int, str]:
+def node_key(node: Any) -> tuple[int, str]:
     """Of a node in the graph of one thread, without holding it: a mark on the node itself costs 25 microseconds in its backward."""
     return node._sequence_nr(), _common.node_name(node)
 
 
-def _reached(pending: list[Any], nodes: dict[tuple[int, str], int]) -> tuple[list[int], list[Any]]:
+def leads_to(pending: list[Any], nodes: dict[tuple[int, str], int]) -> tuple[list[int], list[Any]]:
     """(outputs, leaves) that a graph leads to; what lies behind an output is not looked at."""
     outputs, leaves, seen = [], [], set()
     while pending:
@@ -217,8 +217,8 @@ def _reached(pending: list[Any], nodes: dict[tuple[int, str], int]) -> tuple[lis
         if node is None or node in seen:
             continue
         seen.add(node)
-        if _identity(node) in nodes:
-            outputs.append(nodes[_identity(node)])
+        if node_key(node) in nodes:
+            outputs.append(nodes[node_key(node)])
         elif (leaf := _common.leaf_of(node)) is not None:
             leaves.append(leaf)
         else:
@@ -226,7 +226,7 @@ def _reached(pending: list[Any], nodes: dict[tuple[int, str], int]) -> tuple[lis
     return outputs, leaves
 
 
-def _release(pending: list[Any], failure: Exception | None = None) -> None:
+def release_graph(pending: list[Any], failure: Exception | None = None) -> None:
     """Let go of what a graph saved that no backward will use any more, though the script may still hold its tensors. A backward that
     needs it all the same raises the failure."""
 
