@@ -287,14 +287,14 @@ def test_a_backward_of_whatever_torch_differentiates_runs_out(given, survives):
 
 def test_the_failed_graph_is_released_though_the_script_holds_its_output():
     """Else there would be no more room for the chunks than for the whole."""
-    from saturate.techniques._chunk_rescue import _release
+    from saturate.techniques._chunk_rescue import release_graph
 
     saved = torch.randn(8, 6)
     output = (torch.randn(8, 6, requires_grad=True) * saved).tanh()
     held = weakref.ref(saved)
     del saved
     assert held() is not None
-    _release([output.grad_fn])
+    release_graph([output.grad_fn])
     assert held() is None and output.grad_fn is not None
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.techniques import _trees
-from saturate.techniques._chunk_rescue import Batch, Rescue, node_key, leads_to, release_graph
+from saturate.techniques._chunk_rescue import Batch, Rescue, leads_to, node_key, release_graph
 from saturate.techniques._chunks import Call, free, out_of_memory, without_frames
 from saturate.techniques._interrupts import from_signal_handler
 
