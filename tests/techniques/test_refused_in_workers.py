@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -211,9 +212,75 @@ def test_a_training_with_workers_may_have_more_open_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_every_other_failure_is_the_script_s():
-    with pytest.raises(RuntimeError, match="something else"):
-        epochs(Moving(message="something else"))
+class Unreadable(Exception):
+    """Its constructor wants more than a text."""
+
+    def __init__(self, path, offset):
+        super().__init__(f"{path} at {offset}")
+        self.path = path
+
+
+class Damaged(Rows):
+    """Files of which some cannot be read, one does not parse, and one ends its iterator."""
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise Unreadable("three", index)
+        if index == 5:
+            return json.loads("{")
+        if index == 7:
+            raise StopIteration
+        return index
+
+
+def skipping(technique, kill_after=99):
+    """Batches in the words of a script that passes over what cannot be read; after so many its workers are killed."""
+    dataset, changes, found, context = Damaged(), {}, [], Context(torch)
+    if technique:
+        loader_workers.apply(context, loader_workers.Options(workers=1))
+        changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": 2}, frozenset())
+    try:
+        for _ in range(2):
+            batches = iter(DataLoader(dataset, batch_size=2, **changes))
+            for number in range(6):
+                try:
+                    found.append(next(batches).tolist())
+                except Unreadable as error:
+                    found.append((error.path, error.__context__))
+                except json.JSONDecodeError as error:
+                    found.append((error.pos, str(error)))
+                except StopIteration:
+                    found.append("over")
+                if technique and number == kill_after:
+                    for worker in batches._workers:
+                        worker.kill()
+                        worker.join()
+        return found
+    finally:
+        context.undo()
+
+
+@pytest.mark.parametrize("kill_after", [99, 1, 2])
+def test_every_other_failure_is_the_script_s(kill_after):
+    """As it is without workers, for a script that expects it; nor does one that it passes over count as a batch to come."""
+    plain = skipping(technique=False)
+    assert plain[:4] == [[0, 1], ("three", None), (1, plain[2][1]), "over"] and len(plain) == 12
+    assert skipping(technique=True, kill_after=kill_after) == plain
+
+
+def test_what_fails_in_workers_alone_is_made_where_the_script_makes_it(capfd):
+    context = Context(torch)
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    try:
+        dataset = Rows()
+        changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": 2}, frozenset())
+        loader = DataLoader(dataset, batch_size=2, collate_fn=Moving(6, message="something else"), **changes)
+        for _ in range(2):
+            assert [(samples, here) for samples, here in loader] == [([n, n + 1], n >= 6) for n in range(0, 12, 2)]
+        assert loader.num_workers == 2
+    finally:
+        context.undo()
+    assert "has raised RuntimeError over a batch of Rows" in capfd.readouterr().err
 
 
 def test_a_loader_of_a_list_is_known_again_and_the_list_is_let_go():

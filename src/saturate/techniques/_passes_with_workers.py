@@ -15,7 +15,7 @@ from typing import Any
 from saturate.data.glance import glance
 from saturate.techniques._drawn_ahead import DrawnAhead
 from saturate.techniques._given import Given
-from saturate.techniques._refused_in_workers import Passes, end, refusing_models, trained_by
+from saturate.techniques._refused_in_workers import Failure, Passes, end, refusing_models, trained_by
 
 
 def keep(context: Any, ours: Callable[[Any], bool], given: Given, lost: Callable[[Any], str], say: Callable[[str], None]) -> None:
@@ -57,7 +57,7 @@ def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None
     """Ask the sampler for indices at the first `next`, as without workers: what it draws then must not come before what the script
     draws, or another loader's sampler, between the beginning of a pass and its first batch."""
     iterator = context.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
-    reset, next_data = iterator._reset, iterator._next_data
+    reset, next_data, process = iterator._reset, iterator._next_data, iterator._process_data
     waiting: weakref.WeakSet[Any] = weakref.WeakSet()      # iterators whose workers have nothing to do before the first `next`
     orders: weakref.WeakKeyDictionary[Any, DrawnAhead] = weakref.WeakKeyDictionary()
     passes = Passes(context.torch)
@@ -105,12 +105,22 @@ def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None
             if not reason:
                 raise
         else:
-            passes.came(self)
-            return batch
+            if not isinstance(batch, Failure):
+                passes.came(self)
+                return batch
+            reason, failure = passes.must_go_on_here(self, batch), batch
+            if not reason:
+                made = passes.once_more(self)
+                say(f"a worker has raised {batch.kind} over a batch of {type(self._dataset).__name__}, which the training process could make")
+                return made
         if self in orders:
             orders.pop(self).settle()
         say(reason)
         return passes.go_on_here(self, failure)
+
+    @functools.wraps(process)
+    def process_kept(self: Any, data: Any, *arguments: Any) -> Any:
+        return process(self, passes.kept(self, data), *arguments)
 
     def undo() -> None:
         for started in list(waiting):
@@ -121,6 +131,7 @@ def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None
     context.on_undo(undo)
     context.set_attribute(iterator, "_reset", late_reset)
     context.set_attribute(iterator, "_next_data", late_next)
+    context.set_attribute(iterator, "_process_data", process_kept)
 
 
 def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: Any, lost: Callable[[Any], str]) -> None:

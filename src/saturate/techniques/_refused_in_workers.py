@@ -9,7 +9,11 @@ when the worker began: `refusing_models` makes that raise.
 
 How they are lost: the kernel ends a process where memory runs short, and the script alone would have none that it ends. torch looks for
 lost workers whenever a child process ends, and raises wherever the training is then. Here it looks only while the training waits for a
-batch, where there is somebody who can go on, and not while the sampler draws, which would be over."""
+batch, where there is somebody who can go on, and not while the sampler draws, which would be over.
+
+Whatever else a worker raises is the script's, which may expect it: to skip a file that cannot be read, say. Of a worker's exception there
+is only a text here, and torch makes another one of it, of the same class where that takes a text, without its attributes. So that
+batch is made once more, in the training process: it raises what the script alone would have raised."""
 
 from __future__ import annotations
 
@@ -91,6 +95,20 @@ class Asked:
         return self._waiting.popleft() if self._waiting else next(self._batches)
 
 
+class Failure:
+    """In the place of a batch: what a worker has raised over it, or the thread that pins memory."""
+
+    def __init__(self, raised: Any):
+        self._raised = raised       # torch's ExceptionWrapper
+
+    def __str__(self) -> str:
+        return str(self._raised.exc_msg)
+
+    @property
+    def kind(self) -> str:
+        return str(self._raised.exc_type.__name__)
+
+
 class Passes:
     """Those that may have to go on in the training process."""
 
@@ -146,7 +164,15 @@ class Passes:
         if iterator in self._asked:
             self._asked[iterator][0].came()
 
-    def must_go_on_here(self, iterator: Any, error: BaseException) -> str:
+    def kept(self, iterator: Any, data: Any) -> Any:
+        """What a worker has sent, or a `Failure` where torch would raise."""
+        return Failure(data) if iterator in self._asked and isinstance(data, self._torch._utils.ExceptionWrapper) else data
+
+    def once_more(self, iterator: Any) -> Any:
+        """The batch over which a worker has failed, or what it raises in the training process."""
+        return _batch(self._torch, iterator, _fetcher(self._torch, iterator), self._asked[iterator][0])
+
+    def must_go_on_here(self, iterator: Any, error: BaseException | Failure) -> str:
         """Why workers failed, in words, if it is for a reason that the training process has not; else ""."""
         if iterator not in self._asked:
             return ""
@@ -156,7 +182,7 @@ class Passes:
         found = (said for refusal, said in _REASONS.items() if refusal in str(error))
         return next((f"{dataset} or its collate_fn {said}: there are none" for said in found), "")
 
-    def go_on_here(self, iterator: Any, error: BaseException) -> Any:
+    def go_on_here(self, iterator: Any, error: BaseException | Failure) -> Any:
         """The batch that has failed. Those after it, of later passes too, come without workers."""
         asked, held = self._asked.pop(iterator)
         loader = held()
@@ -174,7 +200,7 @@ class Passes:
         return iterator._next_data()
 
 
-def lost(iterator: Any, error: BaseException) -> bool:
+def lost(iterator: Any, error: BaseException | Failure) -> bool:
     """Whether it is a worker of this iterator that has ended; torch looks at those of all."""
     found = LOST.match(str(error))
     return found is not None and not {worker.pid for worker in iterator._workers}.isdisjoint(map(int, found[1].split(",")))
