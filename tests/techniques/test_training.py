@@ -702,7 +702,7 @@ class FromOneFile(torch.utils.data.Dataset):
         return int.from_bytes(self.file.read(4), "little")
 
 
-@pytest.mark.parametrize("opened", ["at once", "before the first pass", "by the workers"])
+@pytest.mark.parametrize("opened", ["at once", "before the first pass", "between two passes", "by the workers"])
 def test_forked_workers_do_not_share_a_file(opened, tmp_path):
     (tmp_path / "data").write_bytes(b"".join(number.to_bytes(4, "little") for number in range(400)))
     dataset, context = FromOneFile(tmp_path / "data", lazy=opened != "at once"), Context(torch)
@@ -715,6 +715,8 @@ def test_forked_workers_do_not_share_a_file(opened, tmp_path):
     try:
         for _ in range(2):
             assert torch.cat(list(loader)).tolist() == list(range(400))
+            if opened == "between two passes":
+                assert dataset[1] == 1
         assert loader.num_workers == (2 if opened == "by the workers" else 0)
     finally:
         context.undo()

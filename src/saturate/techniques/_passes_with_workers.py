@@ -147,11 +147,11 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
 
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
-        if self._iterator is None and self.num_workers and lost(self):
-            vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None, _DataLoader__multiprocessing_context=None)
         if self in given and self._iterator is not None and not all(worker.is_alive() for worker in self._iterator._workers):
             end(self._iterator)         # the kernel has ended one between two passes
             self._iterator = None
+        if self._iterator is None and self.num_workers and lost(self):
+            vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None, _DataLoader__multiprocessing_context=None)
         if not ours(self):
             return begin(self, original)
         if _busy(self, over):
@@ -165,6 +165,7 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
             once.discard(self)
             if self._iterator is not None and seen[self] != now:
                 _end_workers(self)
+                return iterate(self)        # new ones might share what the script has opened since
         seen[self] = now
         return begin(self, original)
 
