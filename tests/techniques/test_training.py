@@ -756,6 +756,39 @@ def test_workers_live_on_as_long_as_nothing_changes():
     assert pids[0] == pids[1] and pids[2] == pids[3] and pids[1] != pids[2]
 
 
+class Cropped(Dataset):
+    """At random."""
+
+    def __getitem__(self, index):
+        return torch.rand(()), random.random()
+
+
+@pytest.mark.parametrize("own", [0, 2])
+def test_passes_that_a_script_seeds_draw_what_workers_draw_that_begin_with_them(own):
+    """Evaluations are compared with each other, and an epoch of a training that is resumed with the one that was interrupted."""
+
+    def script(loader):
+        found = []
+        for seed in (7, 7, 8, 7, 7, None, None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            found.append([batch[0].tolist() + batch[1].tolist() for batch in loader])
+            pids.append([worker.pid for worker in loader._iterator._workers] if loader.persistent_workers else [])
+        return found
+
+    data, context, pids = Cropped(24), Context(torch), []
+    plain = script(torch.utils.data.DataLoader(data, batch_size=4, num_workers=2))
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    arguments = {"batch_size": 4, "num_workers": own, "persistent_workers": False, "prefetch_factor": None}
+    try:
+        changed = script(torch.utils.data.DataLoader(data, **{**arguments, **context.loader_rewrites[0](data, arguments, frozenset())}))
+    finally:
+        context.undo()
+    assert changed[:5] == plain[:5] and plain[0] == plain[1] == plain[4] != plain[2]
+    assert len({str(epoch) for epoch in changed}) == 4
+    assert pids[-1] == pids[-2] == pids[-3] != pids[-4], "workers live on where nobody seeds"
+
+
 def _evaluating(loader, dataset):
     """As a framework does that keeps each loader it was ever given; the training goes on meanwhile, or is between two epochs."""
     kept, found = [], []

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from saturate.data.glance import glance
-from saturate.techniques._drawn_ahead import DrawnAhead
+from saturate.techniques._drawn_ahead import DrawnAhead, state_of
 from saturate.techniques._given import Given
 from saturate.techniques._refused_in_workers import Failure, Passes, end, refusing_models, trained_by
 
@@ -138,7 +138,8 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
     """What workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one that is not over,
     as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. A file that was opened since the loader
     was built would be shared by all of them, and a generator that was made since copied. A dataset that reads a loader of its own takes
-    it along into a worker, which can have none. And a loader that is kept but never passed over again, as those of evaluations are by
+    it along into a worker, which can have none. They go on with their own random numbers where the script seeds anew: with another
+    seed, or with the same one, so that what a pass begins from is what the pass before began from. And a loader that is kept but never passed over again, as those of evaluations are by
     some frameworks, would keep its workers: those of one that was passed over once end when another one begins."""
     kind = context.torch.utils.data.DataLoader
     original = kind.__iter__
@@ -156,17 +157,19 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
             return begin(self, original)
         if _busy(self, over):
             return begin(self, type(self)._get_iterator)
-        now = _held(self), trained_by(context.built_optimizers())
+        generator = context.torch.default_generator if self.generator is None else self.generator     # workers are seeded from it
+        now, drawn = (_held(self), trained_by(context.built_optimizers()), generator.initial_seed()), state_of(generator)
         if self not in seen:
             for other in [other for other in once if other._iterator is not None and not _busy(other, over)]:
                 _end_workers(other)
             once.add(self)
         else:
             once.discard(self)
-            if self._iterator is not None and seen[self] != now:
+            begun, drawn_then = seen[self]
+            if self._iterator is not None and (begun != now or drawn_then == drawn):
                 _end_workers(self)
                 return iterate(self)        # new ones might share what the script has opened since
-        seen[self] = now
+        seen[self] = now, drawn
         return begin(self, original)
 
     def begin(loader: Any, make: Callable[[Any], Any]) -> Any:

@@ -14,7 +14,7 @@ When it hurts
 -------------
 No core is left for the workers, or batches are so cheap that handing them over costs more than making them. Each worker
 holds a copy of what the dataset touches. Datasets that count or cache inside `__getitem__` do so once per worker. Where the
-script changes its dataset between epochs, workers are started anew; a change that does not show from outside (inside of an
+script changes its dataset between epochs, or seeds anew, workers are started anew; a change that does not show from outside (inside of an
 object of a library, or somewhere in a large array) reaches them at the next such start only.
 
 Numerics
@@ -27,7 +27,9 @@ work at the first `next` too, so that `zip(a, b)` of two loaders shuffles as wit
 a pass is left early, a sampler that goes on where the last pass ended would skip those. One that is or holds an iterator, or sets
 attributes between two indices, is left alone; one that keeps its place in another way (in a list) is not recognised. What a sampler
 draws for batches that are asked for ahead comes into view when the training reaches them, as RandomSampler's draw behind its last index
-from a generator of the script's; one that draws between two indices from the generators of everything is left alone.
+from a generator of the script's; one that draws between two indices from the generators of everything is left alone. Workers are seeded from torch's generator, or from the loader's own: where a script
+seeds that before a pass (an evaluation that sees the same crops each time, an epoch that can be resumed), they begin anew with it.
+A seed for python's `random` or numpy alone does not reach them.
 
 How it is applied
 -----------------
