@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.resource_sharer
 import os
 import signal
 import sys
+import threading
 import time
 import types
 
@@ -167,6 +169,65 @@ def test_a_worker_that_is_killed_between_two_passes_ends_no_training_that_had_no
         os.kill(loader._iterator._workers[0].pid, signal.SIGKILL)
         loader._iterator._workers[0].join(10)
         assert [batch.tolist() for batch in loader] == first and all(worker.is_alive() for worker in loader._iterator._workers)
+    finally:
+        context.undo()
+
+
+class Tensors(Rows):
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, EOFError, FileNotFoundError])
+def test_a_worker_that_is_killed_while_it_hands_over_a_batch_ends_no_training_that_had_none(error, capfd, monkeypatch):
+    """The connection to it is cut off before the kernel tells that it has ended."""
+    loader_workers._say_once.cache_clear()
+    context = Context(torch)
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    try:
+        dataset = Tensors()
+        changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": 2}, frozenset())
+        batches = iter(DataLoader(dataset, batch_size=2, **changes))
+        found = [next(batches).tolist()]
+
+        def detach(self):
+            threading.Timer(0.2, os.kill, (batches._workers[1].pid, signal.SIGKILL)).start()
+            raise error
+
+        monkeypatch.setattr(multiprocessing.resource_sharer.DupFd, "detach", detach)
+        found += [batch.tolist() for batch in batches]
+    finally:
+        context.undo()
+    assert found == [[n, n + 1] for n in range(0, 12, 2)]
+    assert "Tensors has lost a worker" in capfd.readouterr().err
+
+
+class Remote(Rows):
+    def __getitem__(self, index):
+        if index == 5:
+            raise ConnectionResetError("a server")
+        return index
+
+
+class Served(torch.utils.data.Sampler):
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        yield from range(11)
+        raise EOFError("a server")
+
+
+@pytest.mark.parametrize(("dataset", "sampler", "error"), [(Remote(), None, ConnectionResetError), (Rows(), Served(), EOFError)])
+def test_a_connection_that_fails_where_all_workers_live_is_the_script_s(dataset, sampler, error):
+    context = Context(torch)
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    try:
+        changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": 2, "sampler": sampler}, frozenset())
+        loader = DataLoader(dataset, batch_size=2, sampler=sampler, **changes)
+        with pytest.raises(error, match="a server"):
+            list(loader)
+        assert loader.num_workers == 2
     finally:
         context.undo()
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import multiprocessing.connection
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,8 +34,13 @@ TRAINED = "a worker process has no model that is being trained, but a copy"
 #: From torch, of workers that have ended before their work: which.
 LOST = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 
+#: What the training process meets where a worker ends while it hands over a batch: its end of a connection is closed before the kernel
+#: says that it has ended, so torch finds it alive.
+_CUT_OFF = (ConnectionError, EOFError, FileNotFoundError)
+
 #: How long a process that was killed may take to go.
 _PATIENCE_S = 5.0
+_MOMENT_S = 1.0     # where it may be that none was
 
 #: Of a training that keeps its batches: each tensor that a worker has sent is an open file for as long as it lives.
 _MANY = "makes batches that the training keeps, more than files may be open"
@@ -202,6 +208,8 @@ class Passes:
 
 def lost(iterator: Any, error: BaseException | Failure) -> bool:
     """Whether it is a worker of this iterator that has ended; torch looks at those of all."""
+    if isinstance(error, _CUT_OFF):
+        return bool(multiprocessing.connection.wait([worker.sentinel for worker in iterator._workers], timeout=_MOMENT_S))
     found = LOST.match(str(error))
     return found is not None and not {worker.pid for worker in iterator._workers}.isdisjoint(map(int, found[1].split(",")))
 
