@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing.resource_sharer
+import multiprocessing.synchronize
 import os
 import signal
 import sys
@@ -169,6 +171,63 @@ def test_a_worker_that_is_killed_between_two_passes_ends_no_training_that_had_no
         os.kill(loader._iterator._workers[0].pid, signal.SIGKILL)
         loader._iterator._workers[0].join(10)
         assert [batch.tolist() for batch in loader] == first and all(worker.is_alive() for worker in loader._iterator._workers)
+    finally:
+        context.undo()
+
+
+class Redrawn(torch.utils.data.Sampler):
+    """Draws where it is asked for an iterator."""
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return iter(torch.randperm(12).reshape(6, 2).tolist())
+
+
+@pytest.mark.parametrize("where", ["fork", "second fork", "semaphore"])
+@pytest.mark.parametrize("batch_sampler", [None, Redrawn()])
+def test_where_no_process_can_be_started_the_training_has_none(where, batch_sampler, capfd, monkeypatch):
+    loader_workers._say_once.cache_clear()
+
+    def script(**changes):
+        torch.manual_seed(3)
+        arguments = {"batch_sampler": batch_sampler} if batch_sampler else {"batch_size": 2, "shuffle": True}
+        loader = DataLoader(dataset, **arguments, **changes)
+        return [batch.tolist() for _ in range(2) for batch in loader] + [torch.rand(1).item(), loader.num_workers]
+
+    def refuse(*arguments, **named):
+        refused.append(1)
+        if where == "second fork" and len(refused) == 1:
+            return fork()
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    refused, fork, dataset, context, before = [], os.fork, Rows(), Context(torch), multiprocessing.active_children()
+    plain = script()
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    try:
+        changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": 2}, frozenset())
+        owner = multiprocessing.synchronize.SemLock if where == "semaphore" else os
+        monkeypatch.setattr(owner, "__init__" if where == "semaphore" else "fork", refuse)
+        assert script(**changes) == plain and refused
+    finally:
+        context.undo()
+    assert multiprocessing.active_children() == before
+    told = capfd.readouterr().err
+    assert told.count("workers of Rows cannot be started") == 1 and "Exception ignored" not in told
+
+
+def test_processes_that_the_script_wants_itself_are_missed(monkeypatch):
+    def refuse():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    context = Context(torch)
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    try:
+        loader = DataLoader(Rows(), batch_size=2, num_workers=1)
+        monkeypatch.setattr(os, "fork", refuse)
+        with pytest.raises(BlockingIOError):
+            list(loader)
     finally:
         context.undo()
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from saturate.data.glance import glance
-from saturate.techniques._drawn_ahead import DrawnAhead, state_of
+from saturate.techniques._drawn_ahead import DrawnAhead, generators_of, set_state, state_of
 from saturate.techniques._given import Given
-from saturate.techniques._refused_in_workers import Failure, Passes, end, refusing_models, trained_by
+from saturate.techniques._loaders import samplers_in
+from saturate.techniques._refused_in_workers import Failure, Passes, end, refusing_models, trained_by, without_workers
 
 
 def keep(context: Any, ours: Callable[[Any], bool], given: Given, lost: Callable[[Any], str], say: Callable[[str], None]) -> None:
@@ -24,7 +26,7 @@ def keep(context: Any, ours: Callable[[Any], bool], given: Given, lost: Callable
     over: weakref.WeakSet[Any] = weakref.WeakSet()         # iterators that have said that there are no more batches
     _keep_order(context, ours)
     _begin_late(context, given, over, say)
-    _keep_passes(context, ours, given, over, lost)
+    _keep_passes(context, ours, given, over, lost, say)
     _let_copy(context, ours)
 
 
@@ -134,7 +136,8 @@ def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None
     context.set_attribute(iterator, "_process_data", process_kept)
 
 
-def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: Any, lost: Callable[[Any], str]) -> None:
+def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: Any, lost: Callable[[Any], str],
+                 say: Callable[[str], None]) -> None:
     """What workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one that is not over,
     as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. A file that was opened since the loader
     was built would be shared by all of them, and a generator that was made since copied. A dataset that reads a loader of its own takes
@@ -152,12 +155,12 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
             end(self._iterator)         # the kernel has ended one between two passes
             self._iterator = None
         if self._iterator is None and self.num_workers and lost(self):
-            vars(self).update(num_workers=0, persistent_workers=False, prefetch_factor=None, _DataLoader__multiprocessing_context=None)
+            without_workers(self)
         if not ours(self):
             return begin(self, original)
         if _busy(self, over):
             return begin(self, type(self)._get_iterator)
-        generator = context.torch.default_generator if self.generator is None else self.generator     # workers are seeded from it
+        generator = _seeds_workers(context.torch, self)
         now, drawn = (_held(self), trained_by(context.built_optimizers()), generator.initial_seed()), state_of(generator)
         if self not in seen:
             for other in [other for other in once if other._iterator is not None and not _busy(other, over)]:
@@ -174,8 +177,17 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
 
     def begin(loader: Any, make: Callable[[Any], Any]) -> Any:
         if loader.num_workers and loader in given and (loader._iterator is None or make is not original):     # workers are forked
-            with refusing_models(context.torch, trained_by(context.built_optimizers())):
-                return make(loader)
+            generators = [_seeds_workers(context.torch, loader), *generators_of(list(samplers_in(loader._index_sampler)))]
+            states = [state_of(generator) for generator in generators]
+            try:
+                with refusing_models(context.torch, trained_by(context.built_optimizers())):
+                    return make(loader)
+            except OSError as error:        # if it is the script's own, it comes again
+                _end_half_made(context.torch, error)
+                say(f"workers of {type(loader.dataset).__name__} cannot be started ({error}), so there are none")
+            without_workers(loader)
+            for generator, state in zip(generators, states):
+                set_state(generator, state)
         return make(loader)
 
     context.set_attribute(kind, "__iter__", iterate)
@@ -201,6 +213,22 @@ def _held(loader: Any) -> Any:
         return glance(loader.dataset, loader.collate_fn, loader.worker_init_fn)
     except Exception:  # noqa: BLE001 - an object that raises when it is looked at: its workers are started anew each time
         return object()
+
+
+def _seeds_workers(torch: Any, loader: Any) -> Any:
+    """The generator from which they are."""
+    return torch.default_generator if loader.generator is None else loader.generator
+
+
+def _end_half_made(torch: Any, error: BaseException) -> None:
+    """The workers of an iterator that could not have all of them. torch would ask for what it does not have yet."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        made = frame.f_locals.get("self")
+        if isinstance(made, torch.utils.data.dataloader._MultiProcessingDataLoaderIter):
+            made._shutdown = True
+            if hasattr(made, "_workers"):
+                end(made)
+            return
 
 
 def _end_workers(loader: Any) -> None:

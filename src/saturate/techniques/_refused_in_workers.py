@@ -193,8 +193,7 @@ class Passes:
         asked, held = self._asked.pop(iterator)
         loader = held()
         if loader is not None:
-            vars(loader).update(num_workers=0, persistent_workers=False, prefetch_factor=None, _iterator=None,
-                                _DataLoader__multiprocessing_context=None)
+            without_workers(loader)
         if lost(iterator, error):
             end(iterator)
         else:
@@ -212,6 +211,11 @@ def lost(iterator: Any, error: BaseException | Failure) -> bool:
         return bool(multiprocessing.connection.wait([worker.sentinel for worker in iterator._workers], timeout=_MOMENT_S))
     found = LOST.match(str(error))
     return found is not None and not {worker.pid for worker in iterator._workers}.isdisjoint(map(int, found[1].split(",")))
+
+
+def without_workers(loader: Any) -> None:
+    """From its next pass on."""
+    vars(loader).update(num_workers=0, persistent_workers=False, prefetch_factor=None, _iterator=None, _DataLoader__multiprocessing_context=None)
 
 
 def end(iterator: Any) -> None:

@@ -41,11 +41,12 @@ so), datasets that cannot be pickled where workers are spawned and scripts that 
 `if __name__ == "__main__":`), samplers that keep their place, and loaders of fewer than two
 batches. A loader that a dataset reads inside of a worker has none; and where forked workers fail because a dataset or its collate
 function uses CUDA, or calls the model that is being trained (to choose hard examples, say), or are ended by the kernel for want of
-memory, the training process makes the batches from there on; where the script has workers itself, it ends as it would without. A batch
-over which a worker fails for any other reason is made once more in the training process, so that it fails there as the script expects
-it, or does not. Not seen of the model are items that are computed from its parameters without a call of a module, from a copy of the model that the script updates beside it (an
-average of its weights), or in workers that are spawned, nor is it where the dataset itself catches what that raises. A copy of a loader,
-or a pickled one, starts its workers anew for each pass.
+memory, the training process makes the batches from there on; where the script has workers itself, it ends as it would without. Not seen
+are items that are computed from its parameters without a call of a module, from a copy of the model that the script updates beside it (an
+average of its weights), or in workers that are spawned, nor is it where the dataset itself catches what that raises. A batch
+over which a worker fails for another reason is made once more in the training process, and raises there what the script alone would
+see, if anything. Where no process can be started, there are no workers. A copy of a loader, or a pickled one, starts its workers anew
+for each pass.
 Counts respect the CPU quota, memory and /dev/shm.
 
 References
