@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -104,6 +105,44 @@ def test_a_batch_is_no_view_and_an_index_out_of_bounds_raises(on):
     assert dataset.tensors[0].sum() == 0
     with pytest.raises(IndexError):
         list(DataLoader(dataset, batch_size=2, sampler=[0, 4]))
+
+
+class Batches(torch.utils.data.Sampler):
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __iter__(self):
+        return map(self.kind, [[0, 3], [2, 1, 5], [4]])
+
+
+@pytest.mark.parametrize("kind", [iter, tuple, torch.tensor, numpy.array])
+@pytest.mark.parametrize("make", [data, lambda: Subset(data(), numpy.arange(8))])
+def test_batches_of_indices_of_any_kind(on, kind, make):
+    arguments = {"batch_sampler": Batches(kind), "batch_size": 1, "shuffle": False}
+    plain = epochs(make(), **arguments)
+    on()
+    assert same(epochs(make(), **arguments), plain)
+
+
+@pytest.mark.parametrize("indices", [
+    [[0, 1, 2], [3, 4, 5], [6, 7, 0], [1, 1, 1]], [torch.tensor([0, 1]), torch.tensor([2, 3])], [torch.tensor([3]), torch.tensor([1])],
+    [slice(0, 2), slice(2, 4)], [True, False], [torch.tensor(3), numpy.int64(2)], [numpy.uint8(3), torch.tensor(-1, dtype=torch.int8)],
+    [torch.tensor(1, dtype=torch.uint8), 0], [numpy.array([0, 1]), 2], [2.5, 1], ["a", 1], [1, [2]]])
+@pytest.mark.parametrize("make", [data, lambda: Subset(data(), torch.arange(8)), lambda: Subset(data(), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+                                  lambda: Subset(Subset(data(), torch.arange(20)), list(range(8)))])
+def test_indices_of_several_rows_and_of_none_are_the_dataset_s(on, indices, make):
+    """Episodes of few-shot learning, for one."""
+
+    def outcome():
+        try:
+            return epochs(make(), batch_size=2, shuffle=False, sampler=indices)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the same with the technique
+            return type(error), str(error)
+
+    plain = outcome()
+    on()
+    found = outcome()
+    assert found == plain if isinstance(plain[0], type) else same(found, plain)
 
 
 def test_eligibility():

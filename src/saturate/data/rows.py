@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -41,20 +43,37 @@ class Rows:
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitems__(self, indices: list[int]) -> list[Any]:
+    def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
         """What the default collate function makes of these rows. Raises IndexError, as the dataset would."""
         import torch
 
-        dataset = self.dataset
-        while type(dataset) is torch.utils.data.Subset:
-            indices = [dataset.indices[index] for index in indices]
+        dataset, indices = self.dataset, list(indices)
+        places = indices
+        while _single(torch, places) and type(dataset) is torch.utils.data.Subset:
+            places = [dataset.indices[place] for place in places]
             dataset = dataset.dataset
-        wanted = torch.tensor([int(index) for index in indices], device="cpu")    # whatever the script has made the default
+        if not _single(torch, places):
+            return torch.utils.data.default_collate(_items(self.dataset, indices))
+        wanted = torch.tensor([int(place) for place in places], device="cpu")    # whatever the script has made the default
         size = len(dataset)
         wanted = torch.where(wanted < 0, wanted + size, wanted)
         if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < size:
-            raise IndexError(f"a row of {indices} is out of bounds for {size} rows")
+            raise IndexError(f"a row of {places} is out of bounds for {size} rows")
         return [tensor.index_select(0, wanted) for tensor in dataset.tensors]
+
+
+def _single(torch: Any, indices: list[Any]) -> bool:
+    """Whether each index is that of one row: a list or a tensor of them selects several, a bool or a byte is a mask."""
+    return {*map(type, indices)} <= {int} or all(
+        index.dim() == 0 and index.dtype in (torch.int64, torch.int32, torch.int16, torch.int8) if isinstance(index, torch.Tensor)
+        else isinstance(index, numbers.Integral) and not isinstance(index, bool) for index in indices)
+
+
+def _items(dataset: Any, indices: list[Any]) -> list[Any]:
+    """As torch's fetcher asks a dataset for them."""
+    if getattr(dataset, "__getitems__", None):
+        return list(dataset.__getitems__(indices))
+    return [dataset[index] for index in indices]
 
 
 def as_it_is(batch: list[Any]) -> list[Any]:

@@ -22,7 +22,8 @@ How it is applied
 -----------------
 A stand-in takes the dataset's place inside the loader's iterator; `loader.dataset` stays the user's. Left alone are
 loaders with a collate function of their own, subclasses of `TensorDataset`, and tensors that are not dense,
-contiguous and on the CPU.
+contiguous and on the CPU. Where a sampler yields anything but numbers of rows (lists of them, as for the episodes of few-shot
+learning), batches are assembled as without.
 
 References
 ----------
