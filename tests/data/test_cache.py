@@ -258,6 +258,25 @@ def test_what_is_changed_deep_inside_of_a_dataset_acts(root, on, capfd):
     assert "changed while it was read" in told_of(capfd)
 
 
+def test_a_label_of_many_that_is_changed_between_epochs_acts(root, on):
+    on()
+
+    class Labelled(cases.Files):
+        def __init__(self, root):
+            super().__init__(root)
+            self.labels = [0] * 20_000
+
+        def __getitem__(self, index):
+            return super().__getitem__(index)[0], self.labels[777 * index]
+
+    dataset = Labelled(root)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=20)
+    for index in range(5, 8):
+        dataset.labels[777 * index] = index
+        for _ in range(2):
+            assert next(iter(loader))[1].tolist() == [dataset.labels[777 * index] for index in range(20)]
+
+
 def told_of(capfd):
     return capfd.readouterr().err
 

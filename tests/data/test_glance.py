@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import functools
 import io
 import logging
@@ -20,6 +22,7 @@ import pytest
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
+from saturate.data import glance as glances  # noqa: E402
 from saturate.data.glance import (  # noqa: E402
     glance,
     open_connection,
@@ -239,3 +242,97 @@ def test_generators_of_its_own_are_seen_wherever_they_are(make, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(Augments, "chance", own, raising=False)
     assert own_generator(torch.utils.data.Subset(Augments(), [0])) == kind
+
+
+MANY = 50_000
+NAMES = [f"{number}.jpg" for number in range(MANY)]
+
+
+@pytest.mark.parametrize(("make", "place", "value"), [
+    (lambda: [0] * MANY, [31_337], 1),
+    (lambda: [-1] * MANY, [31_337], -2),                # Python's hashes of the two are alike, and they are the usual marks
+    (lambda: [1] * MANY, [31_337], 1.0),
+    (lambda: NAMES.copy(), [31_337], "a.jpg"),
+    (lambda: tuple([number, number] for number in range(MANY)), [31_337, 1], -1),
+    (lambda: [[[0.0, 0.0, 1.0, 1.0] for _ in range(4)] for _ in range(5000)], [3333, 2, 3], 0.5),
+    (lambda: dict.fromkeys(NAMES, 0), ["31337.jpg"], 1),
+    (lambda: {name: {"label": 0} for name in NAMES}, ["31337.jpg", "label"], 1),
+    (lambda: collections.Counter(NAMES), ["31337.jpg"], 2),
+    (lambda: collections.deque([0] * MANY), [31_337], 1),
+    (lambda: types.SimpleNamespace(rows=[types.SimpleNamespace(label=[0]) for _ in range(2000)]).rows, [1337, "label", 0], 1),
+    (lambda: array.array("b", bytes(MANY)), [31_337], 1),
+    (lambda: [numpy.int64(0)] * MANY, [31_337], numpy.int64(1)),
+    (lambda: [numpy.zeros(3) for _ in range(2000)], [1337, 1], 1),
+    (lambda: numpy.zeros((MANY, 9), numpy.uint8), [31_337, 4], 1),
+    (lambda: numpy.zeros((MANY, 9), numpy.uint8)[::2, ::-1], [1337, 4], 1),
+    (lambda: numpy.array(NAMES), [31_337], "a.jpg"),
+    (lambda: numpy.array(NAMES, dtype=object), [31_337], "a.jpg"),
+    (lambda: numpy.array([[0], *NAMES], dtype=object), [0, 0], 1),
+    (lambda: numpy.ma.masked_equal(numpy.zeros(MANY), 1), [31_337], numpy.ma.masked),
+    (lambda: torch.zeros(MANY, 9), [31_337, 4], 1),
+    (lambda: torch.zeros(MANY, 9).data.numpy(), [31_337, 4], 1),
+    (lambda: torch.zeros(MANY, dtype=torch.bfloat16), [31_337], 1),
+])
+def test_one_place_of_many_that_is_changed_where_it_lies(make, place, value):
+    thing = holder(value=make())
+    before = glance(thing)
+    assert before is not None and glance(thing) == before
+    *way, last = ["value", *place]
+    inner = thing.inner
+    for step in way:
+        inner = getattr(inner, step) if isinstance(inner, types.SimpleNamespace) else inner[step]
+    inner[last] = value
+    assert glance(thing) != before
+
+
+def test_a_tensor_that_is_changed_behind_its_version():
+    thing = holder(value=torch.zeros(MANY, 9))
+    before = glance(thing)
+    thing.inner.value.data[31_337, 4] = 1
+    assert glance(thing) != before
+
+
+def test_frames():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"label": [0] * MANY, "name": NAMES, "any": numpy.array(NAMES, dtype=object)})
+    thing = holder(value=frame)
+    for column, value in (("label", 1), ("name", "a.jpg"), ("name", "b.jpg"), ("any", "a.jpg")):
+        before = glance(thing)
+        assert before is not None and glance(thing) == before
+        frame.loc[31_337, column] = value
+        assert glance(thing) != before
+
+
+def test_a_file_that_is_mapped_for_reading_is_not_read(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_bytes(bytes(1 << 20))
+    whole = numpy.memmap(path, mode="r")
+    before = glance(whole), glance(whole[:10]), glance(whole[10:20])
+    assert before == (glance(whole), glance(whole[:10]), glance(whole[10:20])) and len(set(before)) == 3
+    os.truncate(path, 4 << 10)              # to read what was behind that would end the process
+    assert glance(whole) != before[0]
+
+
+def test_what_cannot_be_told_is_not_taken_for_equal():
+    circle = []
+    circle.append(circle)
+    assert glance(circle) is None
+    thing = holder(names=NAMES)
+    assert glance(thing, seconds=0.0) is None
+    assert glance(thing, seconds=60.0) == glance(thing) is not None
+
+
+def test_a_glance_that_takes_too_long_is_not_begun_each_time(monkeypatch):
+    seconds = []
+
+    def look(*things, seconds=None, of=seconds):
+        of.append(seconds)
+        return None
+
+    monkeypatch.setattr(glances, "glance", look)
+    watch = glances.Watch()
+    for _ in range(9):
+        assert watch.at_pass([]) is None
+    assert 2 <= len(seconds) <= 4 and all(allowed >= glances.LOOKED_S for allowed in seconds)
+    watch.within(10.0, [])
+    assert seconds[-1] == 10.0, "as long as that it may take"

@@ -576,13 +576,13 @@ class Scaled(torch.utils.data.Dataset):
     """Of a size that a script may change as it goes, inside of an object of its own."""
 
     def __init__(self):
-        self.settings = types.SimpleNamespace(scale=1)
+        self.settings = types.SimpleNamespace(scale=1, labels=[0] * 20_000)
 
     def __len__(self):
         return 24
 
     def __getitem__(self, index):
-        return index * self.settings.scale
+        return index * self.settings.scale + self.settings.labels[777 * index]
 
 
 def _passes(script, own=0, contexts=None):
@@ -662,8 +662,17 @@ def _curriculum(loader, dataset):
     return found
 
 
+def _relabelled(loader, dataset):
+    """Of many labels one is corrected, in the list that they are in."""
+    found = []
+    for epoch in range(3):
+        dataset.settings.labels[777 * (5 + epoch)] = 100
+        found += [batch.tolist() for batch in loader]
+    return found
+
+
 @pytest.mark.parametrize(("script", "own"), [
-    (_zipped, 0), (_zipped, 2), (_beside_another, 0), (_begun_early, 0), (_begun_early, 2), (_nested, 0), (_nested, 2), (_nested_in_part, 0), (_nested_in_part, 2),
+    (_relabelled, 0), (_relabelled, 2), (_zipped, 0), (_zipped, 2), (_beside_another, 0), (_begun_early, 0), (_begun_early, 2), (_nested, 0), (_nested, 2), (_nested_in_part, 0), (_nested_in_part, 2),
     (_broken_off, 0), (_endless, 0), (_endless, 2), (_curriculum, 0), (_curriculum, 2)])
 def test_passes_and_changed_datasets_are_as_without_the_technique(script, own):
     plain, changed = _passes(script, own)

@@ -13,13 +13,10 @@ from typing import Any
 
 from saturate import notices
 from saturate.data import cache_codec, cache_helpers, cache_probe, cache_store
-from saturate.data.glance import glance
+from saturate.data.glance import LOOKED, LOOKED_S, Watch
 
 #: Share of a process's time that goes into making items again to compare them.
 RECHECKED = 0.005
-
-#: Share of a process's time that goes into looking whether the dataset was changed, and how many seconds more.
-LOOKED, LOOKED_S = 0.01, 0.03
 
 #: As many items are made together as fit into this, as they are cached: a group stays in the processor's cache.
 GROUP_BYTES = 1 << 20
@@ -83,6 +80,7 @@ class Reader:
         self.attributes = attributes(source)    # as this process left them
         self.kept = 0                       # items that this process has stored
         self._began_anew()
+        self._watch = Watch()
         self._glance = self._look()         # what lies deeper, as this process left it; None: not looked at
 
     def _began_anew(self) -> None:
@@ -126,15 +124,9 @@ class Reader:
         return None if now is None else now != self._glance
 
     def _look(self) -> Any:
-        if self._looking_s > LOOKED * (time.perf_counter() - self._began) + LOOKED_S:
-            return None
-        began = time.perf_counter()
-        try:
-            return glance(self._twin)
-        except Exception:  # noqa: BLE001 - an object that raises when it is looked at
-            return None
-        finally:
-            self._looking_s += time.perf_counter() - began
+        seen = self._watch.within(LOOKED * (time.perf_counter() - self._began) + LOOKED_S - self._looking_s, self._twin)
+        self._looking_s += self._watch.took_s
+        return seen
 
     def _at_once(self, indices: list[Any]) -> list[Any]:
         """Items of a dataset that is asked for many at once, which may depend on the others of their batch: as padding to the longest

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from saturate.data.glance import glance
+from saturate.data.glance import Watch
 from saturate.techniques._drawn_ahead import DrawnAhead, generators_of, set_state, state_of
 from saturate.techniques._given import Given
 from saturate.techniques._loaders import samplers_in
@@ -148,6 +148,7 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
     original = kind.__iter__
     seen: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()     # by loader, as its workers began
     once: weakref.WeakSet[Any] = weakref.WeakSet()      # loaders that were passed over once
+    watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
 
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
@@ -161,7 +162,8 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
         if _busy(self, over):
             return begin(self, type(self)._get_iterator)
         generator = _seeds_workers(context.torch, self)
-        now, drawn = (_held(self), trained_by(context.built_optimizers()), generator.initial_seed()), state_of(generator)
+        held = _held(self, watches.setdefault(self, Watch()))
+        now, drawn = (held, trained_by(context.built_optimizers()), generator.initial_seed()), state_of(generator)
         if self not in seen:
             for other in [other for other in once if other._iterator is not None and not _busy(other, over)]:
                 _end_workers(other)
@@ -207,12 +209,10 @@ def _let_copy(context: Any, ours: Callable[[Any], bool]) -> None:
     context.set_attribute(kind, "__getstate__", state)
 
 
-def _held(loader: Any) -> Any:
-    """A glance at what its workers hold a copy of."""
-    try:
-        return glance(loader.dataset, loader.collate_fn, loader.worker_init_fn)
-    except Exception:  # noqa: BLE001 - an object that raises when it is looked at: its workers are started anew each time
-        return object()
+def _held(loader: Any, watch: Watch) -> Any:
+    """A glance at what its workers hold a copy of; where that cannot be told, they are started anew."""
+    seen = watch.at_pass(loader.dataset, loader.collate_fn, loader.worker_init_fn)
+    return object() if seen is None else seen
 
 
 def _seeds_workers(torch: Any, loader: Any) -> Any:
