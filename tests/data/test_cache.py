@@ -258,6 +258,27 @@ def test_what_is_changed_deep_inside_of_a_dataset_acts(root, on, capfd):
     assert "changed while it was read" in told_of(capfd)
 
 
+def test_a_dataset_is_read_whole_once_however_little_time_there_is_to_look(root, on, monkeypatch, capfd):
+    """Looks at each batch use up their time; as a pass begins there is one all the same."""
+    digests, real = [], cache_key.digest
+    monkeypatch.setattr(cache_key, "digest", lambda *arguments, **more: digests.append(1) or real(*arguments, **more))
+    monkeypatch.setattr(cache_reader, "LOOKED", 0.0)
+    monkeypatch.setattr(cache_reader, "LOOKED_S", 0.0)
+    on()
+    dataset = Deep(root)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+    first = torch.cat([batch[0] for batch in loader])
+    for _ in range(4):
+        assert torch.equal(torch.cat([batch[0] for batch in loader]), first)
+    assert len(digests) == 1
+    dataset.settings.image["gain"][0] = 2.0         # between epochs
+    batches = iter(loader)
+    assert torch.equal(next(batches)[0], 2 * first[:4])
+    dataset.settings.image["gain"][0] = 3.0         # within one, unseen: the next pass cannot be sure
+    assert torch.equal(next(batches)[0], 3 * first[4:8])
+    assert torch.equal(next(iter(loader))[0], 3 * first[:4])
+
+
 def test_a_label_of_many_that_is_changed_between_epochs_acts(root, on):
     on()
 

@@ -18,6 +18,9 @@ from saturate.data.glance import LOOKED, LOOKED_S, Watch
 #: Share of a process's time that goes into making items again to compare them.
 RECHECKED = 0.005
 
+#: Seconds that one glance may take as a pass begins, however many there were: what is to be done without it takes longer.
+AT_PASS_S = 1.0
+
 #: As many items are made together as fit into this, as they are cached: a group stays in the processor's cache.
 GROUP_BYTES = 1 << 20
 
@@ -81,7 +84,9 @@ class Reader:
         self.kept = 0                       # items that this process has stored
         self._began_anew()
         self._watch = Watch()
-        self._glance = self._look()         # what lies deeper, as this process left it; None: not looked at
+        self._glance = self._watch.within(AT_PASS_S, self._twin)    # what lies deeper, as this process left it; None: not looked at
+        self._known = self._glance          # the latest of which it is sure that only making items has led to it
+        self._before = self._glance         # before those items that are made now; None: not looked at
 
     def _began_anew(self) -> None:
         self._pid = os.getpid()
@@ -111,17 +116,23 @@ class Reader:
     def left(self) -> None:
         """What items are made from is now as making some of them left it."""
         self.attributes, self._glance = attributes(self.source), self._look()
+        if None not in (self._before, self._glance) and self._before == self._known:
+            self._known = self._glance
+        self._before = None
 
     def unchanged(self) -> bool:
-        """Whether what items are made from is as it was left. False also where that cannot be told."""
-        return self._unlike() is False
+        """As a pass begins: whether what items are made from is as it was left. False also where that cannot be told."""
+        if self._known is None or not same(self.attributes, attributes(self.source)):
+            return False
+        self._before = self._glance = self._watch.within(AT_PASS_S, self._twin)
+        return self._before == self._known
 
     def _unlike(self) -> bool | None:
         """Whether it is not as it was left; None where that cannot be told, as far as the attributes of the dataset do not tell."""
         if not same(self.attributes, attributes(self.source)):
             return True
-        now = self._look() if self._glance is not None else None
-        return None if now is None else now != self._glance
+        self._before = self._look() if self._glance is not None else None
+        return None if self._before is None else self._before != self._glance
 
     def _look(self) -> Any:
         seen = self._watch.within(LOOKED * (time.perf_counter() - self._began) + LOOKED_S - self._looking_s, self._twin)
