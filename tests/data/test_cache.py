@@ -201,6 +201,23 @@ def test_a_loader_for_each_epoch_looks_once_and_keeps_nothing_alive(root, on, mo
     assert alive() is None
 
 
+def test_of_more_datasets_than_there_may_be_stores_none_is_looked_at(root, on, monkeypatch):
+    """As of one that a script draws anew for each epoch."""
+    looks, real = [], cache.cache_probe.probe
+    monkeypatch.setattr(cache.cache_probe, "probe", lambda *arguments: looks.append(1) or real(*arguments))
+    monkeypatch.setattr(cache, "MOST_STORES", 2)
+    context, files, first = on(), cases.Files(root), cases.Files(root, 2.0)
+    plain = [torch.stack([files[index][0] for index in range(start, start + 4)]) for start in range(8)]
+    list(torch.utils.data.DataLoader(first, batch_size=4))
+    for start in range(8):
+        loader = torch.utils.data.DataLoader(torch.utils.data.Subset(files, range(start, start + 4)), batch_size=4)
+        assert torch.equal(next(iter(loader))[0], plain[start])
+        list(torch.utils.data.DataLoader(first, batch_size=20))         # one that is known goes on
+    assert len(looks) == 2 and "version number 3" in told(context) and counts(context) == (20, 160)
+    caches = context.notes[dataset_cache.TECHNIQUE.id]
+    assert set(caches._files) == set(caches._stores) and len(caches._looked_at) == 2
+
+
 def test_a_worker_sees_its_dataset(root, on):
     on()
 

@@ -89,7 +89,7 @@ class Caches:
         self._loaders: weakref.WeakKeyDictionary[Any, _Served] = weakref.WeakKeyDictionary()
         self._stores: dict[bytes, cache_store.Store] = {}
         self._looked_at: dict[int, tuple[Any, Any, bytes]] = {}     # by id: the dataset (weakly), what was found, its key
-        self._files: dict[bytes, _Files] = {}                       # by key
+        self._files: dict[bytes, _Files] = {}                       # by key, of those that there is a store for
         self._room: int | None = None                               # bytes for all stores of this run, where the user names no limit
         self._promised = 0                                          # of these, to the stores that there are
 
@@ -150,30 +150,39 @@ class Caches:
 
     def _prepared(self, dataset: Any, threads: int) -> tuple[Reader | None, str]:
         try:
-            found, key = self._found(dataset, threads)
+            full = f"it is version number {MOST_STORES + 1} of the datasets of this run" if len(self._stores) >= MOST_STORES else ""
+            if full and self._known(dataset) is None:
+                return None, full           # without making items of it: one that is new in each epoch would pay for that in each
+            found, key, files = self._found(dataset, threads)
             if found.refusal:
                 return None, found.refusal
             if key not in self._stores:
-                if len(self._stores) >= MOST_STORES:
-                    return None, f"it is version number {MOST_STORES + 1} of the datasets of this run"
+                if full:
+                    return None, full
                 self._stores[key] = self._store(key, len(dataset), found.record_bytes)
+            if files is not None:
+                self._files[key] = files
         except cache_key.Unknowable as problem:
             return None, f"it cannot be told when it changes: {problem}"
         except cache_store.Unusable as problem:
             return None, str(problem)
         return Reader(dataset, self._stores[key], found.steps, found.place), ""
 
-    def _found(self, dataset: Any, threads: int) -> tuple[cache_probe.Found, bytes]:
-        """What of a dataset can be cached, and under which key. It is looked at once, unless what is cached has changed."""
-        known, found, before = self._looked_at.get(id(dataset), (None, None, b""))
-        if found is not None and known() is dataset and _key(dataset, found, threads) == before:
-            return found, before
+    def _known(self, dataset: Any) -> tuple[cache_probe.Found, bytes] | None:
+        known, found, key = self._looked_at.get(id(dataset), (None, None, b""))
+        return (found, key) if known is not None and known() is dataset else None
+
+    def _found(self, dataset: Any, threads: int) -> tuple[cache_probe.Found, bytes, _Files | None]:
+        """What of a dataset can be cached, and under which key. It is looked at once, unless what is cached has changed; then there
+        are also the files that its items may be made from."""
+        known = self._known(dataset)
+        if known is not None and _key(dataset, known[0], threads) == known[1]:
+            return *known, None
         found = cache_probe.probe(dataset, len(dataset))
         files: dict[str, tuple[int, int]] = {}
         key = _key(dataset, found, threads, files)
-        self._files[key] = _Files(_read_from(files, found))
         self._looked_at[id(dataset)] = weakref.ref(dataset), found, key
-        return found, key
+        return found, key, _Files(_read_from(files, found))
 
     def _store(self, key: bytes, length: int, record_bytes: int) -> cache_store.Store:
         limit = self.max_bytes or self._left()      # what the user allows, each may take
