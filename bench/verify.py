@@ -101,9 +101,9 @@ def main() -> int:
     honest = count(seeds, HONEST, wrong=lambda passed: not passed)
     broken = count(seeds, {bug: ({"bug": bug}, BF16) for bug in BROKEN}, wrong=lambda passed: passed)
     for title, rows in (("honest, rejected", honest), ("broken, passed", broken)):
-        print(f"{title:<26}{'saturate':<30}{'assert_close':<30}asked for {TWINS} twins")
+        print(f"{title:<30}{'saturate':<30}{'assert_close':<30}asked for {TWINS} twins")
         for row in rows:
-            print(f"  {row['change']:<24}{rate(row['wrong'], row['trials']):<30}{rate(row['by_hand'], row['trials']):<30}"
+            print(f"  {row['change']:<28}{rate(row['wrong'], row['trials']):<30}{rate(row['by_hand'], row['trials']):<30}"
                   f"{row['more_twins']} of {row['trials']}")
     totals = [(sum(row["wrong"] for row in rows), sum(row["trials"] for row in rows)) for rows in (honest, broken)]
     print(f"honest changes rejected: {rate(*totals[0])}; broken ones passed: {rate(*totals[1])}")
