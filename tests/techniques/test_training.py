@@ -750,8 +750,9 @@ def test_without_looking_passes_would_go_wrong(monkeypatch):
         assert changed != plain
 
 
-def test_workers_live_on_as_long_as_nothing_changes():
-    pids = []
+def test_workers_live_on_as_long_as_nothing_changes(monkeypatch):
+    pids, looks, look = [], [], _passes_with_workers.Watch.at_pass
+    monkeypatch.setattr(_passes_with_workers.Watch, "at_pass", lambda self, *things: looks.append(1) or look(self, *things))
 
     def script(loader, dataset):
         for epoch in range(4):
@@ -763,6 +764,7 @@ def test_workers_live_on_as_long_as_nothing_changes():
 
     _passes(script)
     assert pids[0] == pids[1] and pids[2] == pids[3] and pids[1] != pids[2]
+    assert len(looks) == 4, "a second one for a pass has hardly any time, and one that tells nothing starts workers anew each time"
 
 
 class Cropped(Dataset):

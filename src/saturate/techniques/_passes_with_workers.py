@@ -173,7 +173,9 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
             begun, drawn_then = seen[self]
             if self._iterator is not None and (begun != now or drawn_then == drawn):
                 _end_workers(self)
-                return iterate(self)        # new ones might share what the script has opened since
+                if lost(self):              # new ones might share what the script has opened since
+                    without_workers(self)
+                    return begin(self, original)
         seen[self] = now, drawn
         return begin(self, original)
 
