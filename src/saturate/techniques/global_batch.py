@@ -40,6 +40,7 @@ McCandlish et al., "An Empirical Model of Large-Batch Training", 2018 (critical 
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from dataclasses import dataclass
@@ -96,11 +97,20 @@ def bound(facts: Facts) -> float | None:
 def apply(context: Any, options: Options) -> str:
     loaders = Loaders(context, options.factor)
     context.on_loader(loaders.rewrite)
-    rates = Rates(options, loaders, context.on_undo)
+    rates = Rates(options, loaders)
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     context.on_undo(register_optimizer_step_pre_hook(rates.before_step).remove)
     context.on_undo(register_optimizer_step_post_hook(rates.restore).remove)
+    optimizers = context.torch.optim.Optimizer
+    save = optimizers.state_dict
+
+    @functools.wraps(save)
+    def state_dict(self: Any) -> Any:
+        rates.restore(self)         # a step that is interrupted ends without its hooks, and the script may save then
+        return save(self)
+
+    context.set_attribute(optimizers, "state_dict", state_dict)
     return f"training batches {options.factor} times as large, learning rate by rule {options.rule}"
 
 
@@ -157,11 +167,9 @@ def _fewer_than(source: Any, samples: int) -> bool:
 class Rates:
     """Larger learning rates, for the length of one step."""
 
-    def __init__(self, options: Options, loaders: Loaders, on_undo: Any):
+    def __init__(self, options: Options, loaders: Loaders):
         self.options = options
         self.loaders = loaders
-        self.on_undo = on_undo
-        self._watched: Any = weakref.WeakSet()      # optimizers whose checkpoints are looked after
         self._raised: list[tuple[Any, Any, Any]] = []       # (group, the script's own rate, ours)
         self._told: set[str] = set()
 
@@ -180,9 +188,6 @@ class Rates:
 
     def _raise(self, optimizer: Any, scale: float) -> None:
         self.restore(optimizer)
-        if optimizer not in self._watched:          # a step that is interrupted ends without its hooks, and the script may save then
-            self._watched.add(optimizer)
-            self.on_undo(optimizer.register_state_dict_pre_hook(self.restore).remove)
         for group in optimizer.param_groups:
             own, group["lr"] = group["lr"], group["lr"] * scale
             self._raised.append((group, own, group["lr"]))
