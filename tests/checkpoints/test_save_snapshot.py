@@ -210,10 +210,10 @@ def test_a_folder_that_takes_no_new_file(tmp_path, monkeypatch, why):
     """But whose file may be written: torch's own save can."""
     from saturate.checkpoints import target
 
-    def refuse(folder):
+    def refuse(folder, prefix):
         raise why
 
-    monkeypatch.setattr(target, "_open_locked", refuse)
+    monkeypatch.setattr(target.durable, "open_locked", refuse)
     with applied():
         torch.save(state(1), tmp_path / "a.pt")
     assert same(torch.load(tmp_path / "a.pt"), state(1))

@@ -39,7 +39,7 @@ class Target:
         self.folder = os.path.dirname(self.path)
         self.before = _existing(self.path)
         self.over = False                               # the old file is the one that is written
-        self.temporary, self.descriptor = _open_locked(self.folder)
+        self.temporary, self.descriptor = durable.open_locked(self.folder, LITTER)
         try:
             self._like_before()
         except BaseException:
@@ -142,10 +142,6 @@ def _existing(path: str) -> os.stat_result | None:
     if not os.access(path, os.W_OK):
         raise Unsuitable("the file is read-only")
     return seen
-
-
-def _open_locked(folder: str) -> tuple[str, int]:
-    return durable.open_locked(folder, LITTER)
 
 
 def remove_litter(folder: str) -> None:

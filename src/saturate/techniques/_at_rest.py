@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from saturate.techniques._weakly import weakly
+from saturate.techniques._weakly import OfOptimizer, weakly
 
 #: Elements of a flat buffer that each tensor is padded to.
 BLOCK = 256
@@ -161,11 +161,12 @@ def _written(func: Any, args: Any, kwargs: Any, kind: Any) -> set[tuple[Any, str
     return {(value.piece, value.name_in_state, value.index) for value in tree_leaves(given) if isinstance(value, kind)}
 
 
-class Piece:
+class Piece(OfOptimizer):
     """A few parameters of one group whose state is woken and put to rest together. Same device and dtype."""
 
     def __init__(self, torch: Any, optimizer: Any, form: Form, params: list[Any]):
-        self.torch, self._optimizer, self.form, self.params = torch, weakref.ref(optimizer), form, params
+        super().__init__(optimizer)
+        self.torch, self.form, self.params = torch, form, params
         self.turn = 0
         self.kept: Any = None           # at rest; also later, to be used again
         self.asleep = False
@@ -173,11 +174,6 @@ class Piece:
         self.standing: dict[tuple[int, str], Any] = {}  # (index, name) -> a weak reference to what stands in the state
         self.plain_bytes = 0
         self.awake: dict[str, Any] = {}     # flat tensors that the state is views of, until it rests again
-
-    @property
-    def optimizer(self) -> Any:
-        """Held weakly: it holds this, by its hooks, and must be gone with the script's last reference to it."""
-        return self._optimizer()
 
     def wake(self) -> None:
         """Give the state back. What somebody replaced or removed meanwhile stays as it is."""
@@ -283,12 +279,13 @@ def large_enough(torch: Any, optimizer: Any, smallest: int) -> bool:
     return any(can_rest(torch, p, smallest) for group in optimizer.param_groups for p in group["params"])
 
 
-class Keeper:
+class Keeper(OfOptimizer):
     """Puts the state of one optimizer to rest between its steps. `report(plain_bytes, resting_bytes, tensors)` is called
     after the first step, and when loaded state was put to rest."""
 
     def __init__(self, context: Any, optimizer: Any, form: Form, smallest: int, report: Any):
-        self.torch, self._optimizer, self.form, self.smallest, self.report = context.torch, weakref.ref(optimizer), form, smallest, report
+        super().__init__(optimizer)
+        self.torch, self.form, self.smallest, self.report = context.torch, form, smallest, report
         self.pieces: dict[int, tuple[list[int], list[Piece]]] = {}      # by position of the group: ids it was made for
         for register, hook in ((optimizer.register_step_pre_hook, self._before_step),
                                (optimizer.register_state_dict_post_hook, self._saving),
@@ -297,11 +294,6 @@ class Keeper:
         context.on_undo(weakly(self.wake))      # the first that is undone: the hooks are what holds it
         if context.early:
             self.rest()         # what was loaded before training began
-
-    @property
-    def optimizer(self) -> Any:
-        """Held weakly: it holds this, by its hooks, and must be gone with the script's last reference to it."""
-        return self._optimizer()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         return (_StandIn(optimizer, self), *args[1:]), kwargs

@@ -24,3 +24,14 @@ def held_weakly(things: Iterable[Any]) -> Callable[[], list[Any]]:
     """Asks which of some things are still there."""
     held = [weakref.ref(thing) for thing in things]
     return lambda: [thing for reference in held if (thing := reference()) is not None]
+
+
+class OfOptimizer:
+    """What acts on one optimizer, whose hooks hold it: the optimizer must be gone with the script's last reference to it."""
+
+    def __init__(self, optimizer: Any):
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer()

@@ -39,7 +39,6 @@ pytorch/pytorch issue 95415 (why fused is not the default).
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +47,7 @@ from saturate.records.facts import Evidence, Facts, OptimizerFacts
 from saturate.techniques import _closures, _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 from saturate.techniques._layouts import Layouts, dense
-from saturate.techniques._weakly import weakly
+from saturate.techniques._weakly import OfOptimizer, weakly
 
 TECHNIQUE = Technique(
     id="fused-optimizer",
@@ -163,23 +162,18 @@ def has_kernel(torch: Any, operator: str, key: str) -> bool:
         return False
 
 
-class _Switch:
+class _Switch(OfOptimizer):
     """Sets and restores the flags of one optimizer. `load_state_dict` replaces the group objects, so groups are always
     looked up anew."""
 
     def __init__(self, optimizer: Any, torch: Any, note: Callable[[str], None]):
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer)
         self.torch = torch
         self.note = note
         self.user_flags: list[dict[str, Any]] = []
         self.user_defaults = {flag: optimizer.defaults.get(flag) for flag in _FLAGS}
         self.layouts = Layouts(torch, optimizer)
         self.stopped = self.paused = False
-
-    @property
-    def optimizer(self) -> Any:
-        """Held weakly: it holds this, by its hooks, and must be gone with the script's last reference to it."""
-        return self._optimizer()
 
     def on(self) -> None:
         groups = self.optimizer.param_groups

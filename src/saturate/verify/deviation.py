@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress, count
 from operator import mul, sub
 from statistics import median
 
@@ -129,13 +128,14 @@ def _ratio(other: float, base: float, least: float) -> float:
 def _direction(base: Series, other: Series, k: int) -> tuple[float, float]:
     """(turn, stretch) of update k: medians over the tensors that move in the baseline, and over the matrices among them; the larger."""
     ours, theirs = update_of(base, k), update_of(other, k)
-    turns, stretches, matrices = [], [], []
+    turns, stretches, matrices = [], [], []     # the last: at which places of the others
     for part, (begin, end) in enumerate(base.parts()):
         a, b = ours[begin:end], theirs[begin:end]
         if not tells(base, part, a, base.samples[k][begin:end]):
             continue
         length_a, length_b = norm(a), norm(b)
-        matrices.append(base.matrix(part))
+        if base.matrix(part):
+            matrices.append(len(turns))
         if math.isfinite(length_b) and length_b > 0:
             cosine = math.fsum(map(mul, a, b)) / (length_a * length_b)
             turns.append(math.sqrt(min(4.0, max(0.0, 2 - 2 * cosine))))
@@ -145,8 +145,11 @@ def _direction(base: Series, other: Series, k: int) -> tuple[float, float]:
             stretches.append(math.inf)
     if not turns:
         return math.nan, math.nan
-    among = [places for places in (range(len(turns)), list(compress(count(), matrices))) if places]
-    return max(median(turns[at] for at in places) for places in among), max(abs(median(stretches[at] for at in places)) for places in among)
+    angle, length = median(turns), abs(median(stretches))
+    if matrices:
+        angle = max(angle, median(turns[at] for at in matrices))
+        length = max(length, abs(median(stretches[at] for at in matrices)))
+    return angle, length
 
 
 def _growth(series: Series, begin: int, end: int, since: int, k: int) -> float:
