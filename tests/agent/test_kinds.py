@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent import kinds  # noqa: E402
+from saturate.agent import kinds, observe  # noqa: E402
 
 
 class Generator(torch.nn.Module):
@@ -27,3 +27,18 @@ def test_several_models_of_one_class_have_names_of_their_own():
     assert named(Generator()) == ["Generator", "body"]
     assert named(Generator(), torch.nn.Linear(2, 2)) == ["Generator", "Linear", "Generator.body"]
     assert named(Generator(), Generator()) == ["Generator#1", "Generator#2", "Generator#1.body", "Generator#2.body"]
+
+
+def test_recompilations_so_far_and_their_time():
+    """Dynamo counts a graph and a frame for each of them, so the difference between the two is none."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    dynamo.utils.clear_compilation_metrics()
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="eager", dynamic=False)
+    compiled(torch.ones(2)), compiled(torch.zeros(2))
+    seconds = observe._compile_seconds(dynamo)
+    assert observe._recompiles(dynamo) == 0 and seconds > 0
+    compiled(torch.ones(3)), compiled(torch.ones(4))
+    assert observe._recompiles(dynamo) == 2 and observe._compile_seconds(dynamo) > seconds
+    assert observe._recompiles(None) == 0 == observe._compile_seconds(None)

@@ -83,22 +83,26 @@ class Place:
         return subprocess.run([sys.executable, *arguments], cwd=self.cwd, env=self.env, timeout=300,
                               capture_output=True, text=True)
 
-    def run(self, name: str, *arguments: str) -> str:
-        """Run the README's command of an example with more arguments; what it printed."""
+    def run(self, name: str, *arguments: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+        """Run the README's command of an example with more arguments, behind the words of `under`."""
         missing = [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
         if missing:
             pytest.skip(f"not installed: {', '.join(missing)}")
         program, *rest = COMMANDS[name]
         start = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+        front = [*under, sys.executable] if under else []
         rest = [str(EXAMPLES.parent / word) if word.startswith("examples/") else word for word in rest]
-        done = self.python(*start, *rest, *arguments)
+        done = self.python(*front, *start, *rest, *arguments)
         if start and "terminate called without an active exception" in done.stderr:
             # gloo's threads let go of their last work a moment after its waiter; an interpreter that ends meanwhile is
             # aborted (PyTorch #179291). The example's barrier makes that rare (without it: 3 of 12 on a loaded
             # machine, with it: 0 of 23), not impossible.
-            done = self.python(*start, *rest, *arguments)
+            done = self.python(*front, *start, *rest, *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return done
+
+    def printed(self, name: str, *arguments: str) -> str:
+        return self.run(name, *arguments).stdout
 
 
 @pytest.fixture
@@ -121,12 +125,22 @@ def test_every_example_has_a_command_and_does_not_know_the_tool():
 
 @pytest.mark.parametrize("name", SHORT)
 def test_runs_offline_and_writes_only_its_output(place, name):
-    found = losses(place.run(name, *SHORT[name], "--output", "else/where"))
+    found = losses(place.printed(name, *SHORT[name], "--output", "else/where"))
     assert found and all(math.isfinite(loss) for loss in found)
     assert not place.log.exists(), place.log.read_text()
     assert [*place.cwd.iterdir(), *place.cwd.glob("*/*")] == [place.cwd / "else", place.cwd / "else" / "where"]
     assert any((place.cwd / "else" / "where").iterdir())
     assert list(place.home.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["lightning_digits", "hf_trainer", "accelerate_lm", "ddp_digits"])
+def test_a_recipe_acts_in_every_framework(place, name):
+    """What did not take effect, or is not in effect when the script ends, `run` says on stderr."""
+    plain = losses(place.printed(name, *SHORT[name]))
+    done = place.run(name, *SHORT[name], under=("-m", "saturate", "run", str(EXAMPLES / "recipe.toml"), "--"))
+    found = losses(done.stdout)
+    assert "saturate:" not in done.stderr, done.stderr
+    assert len(found) == len(plain) and found != plain and found == pytest.approx(plain, abs=0.1), "in bfloat16, on the same data"
 
 
 def test_the_guard_sees_a_connection(place):
@@ -136,15 +150,15 @@ def test_the_guard_sees_a_connection(place):
 
 
 def test_char_gpt_learns_and_repeats_itself_under_a_seed(place):
-    first = losses(place.run("char_gpt", *TINY_GPT, "--steps", "80"))
+    first = losses(place.printed("char_gpt", *TINY_GPT, "--steps", "80"))
     assert len(first) == 80
     assert first[-1] < first[0] - 1.0
-    assert losses(place.run("char_gpt", *TINY_GPT, "--steps", "80")) == first
-    assert losses(place.run("char_gpt", *TINY_GPT, "--steps", "1", "--seed", "2")) != first[:1]
+    assert losses(place.printed("char_gpt", *TINY_GPT, "--steps", "80")) == first
+    assert losses(place.printed("char_gpt", *TINY_GPT, "--steps", "1", "--seed", "2")) != first[:1]
 
 
 def test_photo_resnet_learns(place):
-    found = losses(place.run("photo_resnet", "--epochs", "3", "--patches", "40"))
+    found = losses(place.printed("photo_resnet", "--epochs", "3", "--patches", "40"))
     assert len(found) == 6                         # three epochs of 15 steps; each tenth is printed
     assert sum(found[-2:]) / 2 < found[0] - 0.5
 
@@ -157,7 +171,7 @@ def test_photo_resnet_goes_on_from_its_checkpoint(place):
     place.run("photo_resnet", "--epochs", "1", "--patches", "6")
     assert len(list(output.glob("patches/train/*/*.jpg"))) == 12 * 6
     before = torch.load(output / "last.pt")
-    printed = place.run("photo_resnet", "--epochs", "2", "--patches", "6")
+    printed = place.printed("photo_resnet", "--epochs", "2", "--patches", "6")
     after = torch.load(output / "last.pt")
     assert (before["epoch"], after["epoch"]) == (0, 1)
     assert re.findall(r"epoch +(\d+)  step", printed) == ["1"]
@@ -209,7 +223,7 @@ def test_a_trained_example_gives_its_model_batches_and_score(place, name, count)
 ])
 def test_learns_at_its_default_size(place, name, arguments, drop):
     """Up to a minute each on one core. Where one batch's loss says little, the score on held-out data counts."""
-    output = place.run(name, *arguments)
+    output = place.printed(name, *arguments)
     if drop is not None:
         found = losses(output)
         assert found[-1] < found[0] - drop

@@ -60,8 +60,8 @@ def big_win() -> StudyRecord:
     result = TuneResult(
         run="7f3a",
         command=COMMAND,
-        baseline=StepTime(step_ms=212.4),
-        tuned=StepTime(step_ms=118.9),
+        baseline=StepTime(212.4, startup_s=3.1, warmup_s=2.0),
+        tuned=StepTime(118.9, startup_s=3.4, warmup_s=14.0, compile_s=11.2, recompiles=2),
         speedup=1.786,
         speedup_ci=(1.768, 1.803),
         verdict="faster",

@@ -82,6 +82,14 @@ def test_argument_values_are_left_out_of_the_whole_page():
     assert "stand as \u2026 here" not in render(bare)
 
 
+def test_what_comes_before_the_steady_state_stands_beside_it():
+    text = Page(render(studies.big_win())).text
+    said = text.partition("Before the steady state")[2]
+    assert said.split(";")[0].strip() == "baseline: start-up 3.1 s, warm-up 2.0 s"
+    assert "tuned: start-up 3.4 s, warm-up 14 s, compiling (in these, with cold caches) 11 s, 2 recompilations" in said
+    assert "stands on that one" in text, "no bar between the first and the last is called measured against the baseline"
+
+
 def test_measure_again_asks_the_same_question():
     record = msgspec.structs.replace(studies.big_win(), options=["--fit", "20", "--only", "compile"])
     assert "saturate tune --fit 20 --only compile -- " in Page(render(record)).text

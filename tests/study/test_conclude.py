@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from saturate.report import words
-from saturate.study import summary, tune
+from saturate.study import starts, summary, tune
 from saturate.study.ending import Interrupted
 from saturate.study.fates import Fate
 from saturate.study.search import Search
@@ -70,8 +70,8 @@ def raced(a_ms: float = 10.0, b_ms: float = 8.0, pairs: int = 3, low: float = 0.
 def test_a_recipe_never_pays_back_only_where_a_final_race_shows_it(final, kept, starved, reason):
     kept = tuple(SimpleNamespace(label=lambda one=one: one) for one in kept)
     study = SimpleNamespace(final=final, search=SimpleNamespace(kept=kept), starved=starved, store=SimpleNamespace(trials=list))
-    assert summary._why_no_break_even(study, None).startswith(reason)
-    assert summary._why_no_break_even(study, 40) == ""
+    assert starts.why_no_break_even(study, None).startswith(reason)
+    assert starts.why_no_break_even(study, 40) == ""
 
 
 @pytest.mark.parametrize(("nothing_fits", "peaks", "kept", "fits"), [

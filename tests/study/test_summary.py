@@ -10,7 +10,8 @@ import pytest
 
 from saturate.cli import tune
 from saturate.records.result import StepTime
-from saturate.study import summary
+from saturate.report import words
+from saturate.study import starts, summary
 from saturate.study.fates import Fate
 from saturate.study.state import Request
 
@@ -69,6 +70,22 @@ def test_a_baseline_that_was_measured_is_a_stair_even_where_nothing_was_searched
     assert summary._staircase(SimpleNamespace(search=None), SimpleNamespace(baseline=StepTime())) == []
 
 
+def test_each_stair_stands_on_the_one_below_and_has_the_interval_of_its_own_race():
+    """What was measured against the baseline is the last; a technique that ablation took out again has no stair."""
+    one, dropped, two, three = (SimpleNamespace(id=name, label=lambda name=name: name) for name in ("one", "dropped", "two", "three"))
+    raced = [SimpleNamespace(gain=gain, gain_ci=interval) for gain, interval in
+             ((0.25, (0.2, 0.3)), (0.01, (-0.1, 0.1)), (0.6, None), (1.0, (0.9, 1.1)))]
+    stairs = list(zip([(one,), (dropped,), (two,), (three,)], raced))
+    search = SimpleNamespace(stairs=stairs, kept=(one, two, three), fitted=None, base=())
+    found = summary._staircase(SimpleNamespace(search=search, final=None), SimpleNamespace(baseline=StepTime(step_ms=100.0)))
+    assert [(s.label, s.step_ms, s.speedup) for s in found] == [
+        ("baseline", 100.0, 1.0), ("+ one", 80.0, 1.25), ("+ two", 50.0, 2.0), ("+ three", 25.0, 4.0)]
+    assert found[1].speedup_ci == (1.2, 1.3) and found[2].speedup_ci is None and found[3].speedup_ci == pytest.approx((3.8, 4.2))
+    result = SimpleNamespace(baseline=StepTime(step_ms=100.0), tuned=StepTime(step_ms=30.0), speedup=3.3, speedup_ci=(3.0, 3.6))
+    found = summary._staircase(SimpleNamespace(search=search, final=object()), result)
+    assert (found[-1].step_ms, found[-1].speedup, found[-1].speedup_ci) == (30.0, 3.3, (3.0, 3.6))
+
+
 def started(techniques, startup_s, settling_s, compile_s=None):
     return {"techniques": techniques, "startup_s": startup_s, "warmup_s": 1000.0, "settling_s": settling_s, "compile_s": compile_s, "steps": 2}
 
@@ -95,8 +112,21 @@ def test_the_steps_of_a_warm_up_train_as_well(plain, tuned, steps, why):
     found = study()
     found.final, found.search.kept = final, (SimpleNamespace(label=lambda: "compile"),)
     found.store = SimpleNamespace(trials=lambda: [plain, tuned])
-    assert summary._break_even(found) == steps
-    assert summary._why_no_break_even(found, steps) == why
+    assert starts.break_even(found) == steps
+    assert starts.why_no_break_even(found, steps) == why
+
+
+def test_what_comes_before_the_steady_state_is_told_beside_it():
+    """Of the very set: other sets start otherwise. Compiling is paid with cold caches once, so its longest counts."""
+    trials = [started([], 3.0, 0.0), started([], 5.0, 0.0), {**started([], None, None), "startup_s": None},
+              {**started(["compile"], 8.0, 1.0, 20.0), "recompiles": 2}, started(["compile"], 10.0, 1.0, 4.0), started(["compile", "tf32"], 99.0, 1.0)]
+    found = SimpleNamespace(store=SimpleNamespace(trials=lambda: trials))
+    plain, tuned = starts.step_time(found, 60.0, ()), starts.step_time(found, 50.0, (SimpleNamespace(label=lambda: "compile"),))
+    assert plain == StepTime(60.0, startup_s=4.0, warmup_s=1000.0) and words.start(plain) == "start-up 4.0 s, warm-up 16 min 40 s"
+    assert tuned == StepTime(50.0, startup_s=9.0, warmup_s=1000.0, compile_s=20.0, recompiles=2)
+    assert words.start(tuned).endswith("compiling (in these, with cold caches) 20 s, 2 recompilations")
+    nothing = starts.step_time(SimpleNamespace(store=SimpleNamespace(trials=list)), None, ())
+    assert nothing == StepTime() and words.start(nothing) == ""
 
 
 def test_the_reason_of_what_cannot_be_verified_does_not_say_so_again():

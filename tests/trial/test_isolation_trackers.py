@@ -25,6 +25,10 @@ FAKES = {
     "clearml": "class Task:\n    off = False\n    @classmethod\n    def set_offline(cls, offline_mode=False): cls.off = offline_mode\n"
                "    @classmethod\n    def init(cls): print('clearml', cls.off)\n",
     "swanlab": "def init(mode='cloud', logdir=None): print('swanlab', mode, logdir)\n",
+    "litlogger": "class Experiment:\n    url = 'lightning.ai'; metrics = {}\n    def __init__(self, name=None): print('LITLOGGER')\n"
+                 "    def __getitem__(self, key): return self\n    def __setitem__(self, key, value): pass\n    def append(self, value, step): pass\n"
+                 "init = Experiment\n",
+    "azureml/core/run": "class Run:\n    @classmethod\n    def get_context(cls): return cls()\n    def log(self, name, value): print('AZURE')\n",
     "trackio": "import os\ndef init(project, name=None, space_id=None, server_url=None, resume='never', webhook_url=None):\n"
                "    print('trackio', project, space_id or os.environ.get('TRACKIO_SPACE_ID'), server_url, resume, webhook_url)\n"
                "def sync(project, space_id=None, sdk='gradio'): print('SPACE'); return 'me/space'\n"
@@ -37,6 +41,9 @@ SCRIPT = """
     import comet_ml; comet_ml.Experiment(api_key="k", project_name="p", previous_experiment="e")
     comet_ml.start("k", project="p", source="s", experiment_config="c"); comet_ml.start(online=True)
     import clearml; clearml.Task.set_offline(False); clearml.Task.init()
+    import litlogger; run = litlogger.Experiment(name="n"); run["loss"].append(0.5, step=1); run["lr"] = "1"
+    from azureml.core.run import Run; Run.get_context().log("loss", 0.5)
+    print("litlogger", run.url, list(litlogger.init("m").metrics), hasattr(run, "__deepcopy__"))
     import swanlab; swanlab.init(mode="cloud", logdir="/elsewhere")
     import trackio; trackio.init("p", None, "me/space", resume="allow", webhook_url="https://example.org")
     trackio.init(project="p", server_url="https://example.org")
@@ -47,7 +54,9 @@ SCRIPT = """
 @pytest.fixture
 def fakes(tmp_path: Path) -> Path:
     for name, text in FAKES.items():
-        (tmp_path / f"{name}.py").write_text(text)
+        file = tmp_path / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     return tmp_path
 
 
@@ -70,7 +79,7 @@ def test_arguments_do_not_reach_the_network(fakes):
     folder = fakes / "run" / "trackers"
     assert _run(fakes, WATCH) == [
         f"wandb offline {folder}", f"wandb disabled {folder}", f"mlflow file://{folder}/mlruns", "neptune offline",
-        f"comet {folder} p {{}}", "comet alone p s c", "comet alone None None None", "clearml True", f"swanlab local {folder}",
+        f"comet {folder} p {{}}", "comet alone p s c", "comet alone None None None", "clearml True", "litlogger offline [] False", f"swanlab local {folder}",
         "trackio p None None allow None", "trackio p None None never None", "me/static me/frozen",
     ]
 
@@ -81,7 +90,7 @@ def test_what_the_agent_wraps_is_watched_in_every_process_of_a_trial():
 
 
 def test_the_fakes_would_show_a_contact(fakes):
-    assert {"LOGIN", "CONTACT", "wandb online /elsewhere", "neptune async", "comet CONTACT p s c", "SPACE",
+    assert {"LOGIN", "CONTACT", "wandb online /elsewhere", "neptune async", "comet CONTACT p s c", "SPACE", "LITLOGGER", "AZURE",
             "trackio p me/space None allow https://example.org"} <= set(_run(fakes, ""))
 
 
@@ -152,3 +161,13 @@ def test_an_mlflow_client_with_an_address_of_its_own_stays_here(tmp_path):
 def test_a_tracker_that_the_user_switched_off_stays_off(tmp_path):
     assert "WANDB_MODE" not in environment_offline(tmp_path, {"WANDB_MODE": "disabled"})
     assert environment_offline(tmp_path, {"WANDB_MODE": "online"})["WANDB_MODE"] == "offline"
+
+
+def test_every_tracker_that_transformers_reports_to_is_known():
+    """A new version may bring one more."""
+    integrations = pytest.importorskip("transformers.integrations.integration_utils", reason="needs transformers").INTEGRATION_TO_CALLBACK
+    wrapped = {name.partition(".")[0] for name in trackers.callbacks()}
+    by_variable = {"dvclive", "kubeflow", "codecarbon"}
+    on_this_machine = {"tensorboard", "flyte"}
+    elsewhere = {"azure_ml": "azureml", "dagshub": "mlflow"}      # the name of the module that it reports by
+    assert {elsewhere.get(name, name) for name in integrations} <= wrapped | by_variable | on_this_machine

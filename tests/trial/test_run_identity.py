@@ -460,3 +460,26 @@ def test_accelerate_launch(place: Place) -> None:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "train.py"]
     ours = place.under(["fused-optimizer"], *launcher)
     assert (ours.returncode, ours.stdout) == (0, b"True\ndone\n"), ours.stderr
+    place.write(_PROBE)
+    place.same(*launcher, "a b", "--flag", stdin=b"one")
+
+
+@pytest.fixture
+def uv_run() -> list[str]:
+    """`uv run` of this interpreter's environment, without a project and without a network."""
+    uv = pytest.importorskip("uv", reason="uv is not installed")
+    return [uv.find_uv_bin(), "run", "--offline", "--no-project", "--python", sys.executable]
+
+
+def test_uv_run(place: Place, uv_run: list[str]) -> None:
+    place.write(_PROBE)
+    assert b"'a b'" in place.same(*uv_run, "train.py", "a b", "--flag", stdin=b"one")
+    place.same(*uv_run, "python", "-c", "raise SystemExit(7)", code=7)
+    place.write(train(rest="print(optimizer.param_groups[0]['fused'])"))
+    ours = place.under(["fused-optimizer"], *uv_run, "python", "train.py")
+    assert (ours.returncode, ours.stdout, b"saturate:" in ours.stderr) == (0, b"True\ndone\n", False), ours.stderr
+
+
+def test_the_step_of_what_uv_runs_is_found(place: Place, uv_run: list[str], start: Callable) -> None:
+    trial = start(*uv_run, str(place.folder / place.write(train(updates=10**6))))
+    assert trial.wait_ready()["step"]

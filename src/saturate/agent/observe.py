@@ -367,7 +367,7 @@ def shown(session: Any) -> Evidence:
         dynamo_frames=frames.get("ok", 0),
         dynamo_graphs=stats.get("unique_graphs", 0),
         graph_breaks=_graph_breaks(dynamo),
-        recompiles=max(0, stats.get("unique_graphs", 0) - frames.get("ok", 0)),
+        recompiles=_recompiles(dynamo),
         recompile_limit_hit=limit_hit,
         compile_s=_compile_seconds(dynamo),
         cuda_graphs=cuda_graphs(counters) if session.inspection.device == "cuda" else None,
@@ -395,6 +395,13 @@ def _graph_breaks(dynamo: Any) -> int:
         return 0
     counted = sum(dynamo.utils.counters.get("graph_break", {}).values())
     return max(counted, len(getattr(dynamo.utils, "graph_break_reasons", ())))
+
+
+def _recompiles(dynamo: Any) -> int:
+    """So far, of the last compilations that dynamo remembers (64): those that have a reason to be one more of the same code."""
+    if dynamo is None:
+        return 0
+    return sum(bool(getattr(metrics, "recompile_reason", None)) for metrics in dynamo.utils.get_compilation_metrics())
 
 
 def cuda_graphs(counters: Any) -> bool | None:

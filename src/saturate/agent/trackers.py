@@ -27,7 +27,8 @@ def folder() -> str:
 def callbacks() -> dict[str, Callable[[Any], None]]:
     """Name of a module -> what to call with it right after it was imported."""
     return {"wandb": _wandb, "comet_ml": _comet, "neptune": _neptune, "clearml": _clearml, "swanlab": _swanlab,
-            "trackio": _trackio, "aim": _aim, "mlflow": _mlflow, "mlflow.tracking._tracking_service.utils": _mlflow,
+            "trackio": _trackio, "aim": _aim, "litlogger": _litlogger, "azureml.core.run": _azureml,
+            "mlflow": _mlflow, "mlflow.tracking._tracking_service.utils": _mlflow,
             "mlflow.tracking._model_registry.utils": _mlflow,
             "mlflow.store.artifact.artifact_repository_registry": _mlflow_artifacts, **hubs.callbacks()}
 
@@ -212,3 +213,40 @@ def _trackio(module: Any) -> None:
     for name in ("sync", "freeze"):
         if hasattr(module, name):
             setattr(module, name, sent)
+
+
+class _Unheard:
+    """Whatever is asked of it, it answers with itself, and keeps nothing: an experiment of a tracker that knows no offline mode."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):       # what Python looks for, to copy it or to write it down, it does not have
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __str__(self) -> str:
+        return "offline"
+
+
+def _litlogger(module: Any) -> None:
+    """It sends to lightning.ai as soon as an experiment is made, also by Lightning's own logger."""
+    for name in ("Experiment", "init", "log", "log_metrics", "log_metadata", "log_file", "log_model", "get_file", "get_model", "finalize"):
+        if hasattr(module, name):
+            setattr(module, name, _Unheard())
+
+
+def _azureml(module: Any) -> None:
+    """In a job of Azure ML, the run that a script asks for is the job's own."""
+    if hasattr(module, "Run"):
+        module.Run.get_context = staticmethod(_Unheard())

@@ -4,6 +4,9 @@ The cost of a checkpoint is what the training loses by it in total: the time tha
 in waits for it later), and the slowdown of the steps that run while it is written. Public tools show the first alone;
 where the processor or the disk is busy anyway, the second gives all of it back.
 
+Memory has no price in seconds, so it is a bound: where the copy that a background save needs would take more than half of
+what is free (`arena`), this checkpoint is written from the live tensors, whatever was cheaper. How much is held is reported.
+
 A checkpoint is everything that is saved between two steps. Costs are compared per byte, because checkpoints differ in
 size. Steps with other things in them (an evaluation) are outliers, so medians are compared.
 """

@@ -18,9 +18,13 @@ Fate = Literal[
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Median time of one step in the steady state, milliseconds. None: never measured."""
+    """Median time of one step in the steady state, milliseconds, and what came before it. None: never measured."""
 
     step_ms: float | None = None
+    startup_s: float | None = None      # until the first step that could be timed
+    warmup_s: float | None = None       # from there until steps were steady
+    compile_s: float | None = None      # the longest, as with cold caches; part of the two above. None: nothing was compiled
+    recompiles: int | None = None       # the most that one of its runs needed
 
 
 class TechniqueOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,12 +68,13 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StairStep(msgspec.Struct, frozen=True, kw_only=True):
-    """The measured step time after one more technique was added (the first one is the baseline)."""
+    """The step time after one more technique was added (the first one is the baseline). The last is measured against the baseline;
+    what lies between is a chain of ratios, each raced against the step below it."""
 
     label: str
     step_ms: float
     speedup: float                              # over the baseline, cumulative
-    speedup_ci: tuple[float, float] | None = None
+    speedup_ci: tuple[float, float] | None = None   # of its own race: between, what the steps below it may be off by is not in it
 
 
 class NumericsCurve(msgspec.Struct, frozen=True, kw_only=True):

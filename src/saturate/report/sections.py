@@ -152,6 +152,9 @@ def _frame(record: StudyRecord) -> list[tuple[str, object]]:
     payback = words.break_even(record)
     if payback:
         pairs.insert(1, ("Pays back", payback))
+    started = [(name, words.start(time)) for name, time in (("baseline", result.baseline), ("tuned", result.tuned)) if time.startup_s is not None]
+    if started:
+        pairs.append(("Before the steady state", "; ".join(f"{name}: {said}" for name, said in started[:2 if kept else 1])))
     return pairs
 
 
@@ -192,9 +195,9 @@ def staircase(record: StudyRecord) -> Markup:
     return section(
         "staircase",
         "Measured staircase",
-        "Time of one step, in milliseconds, after each technique was added to those above it. Every bar is "
-        "a measurement; whiskers are the interval of the speed-up over the baseline, which the dashed line "
-        "marks.",
+        "Time of one step, in milliseconds, after each technique was added to those above it. The last bar was "
+        "measured against the baseline, which the dashed line marks; each between was measured against the bar above it, "
+        "and stands on that one. Whiskers are the interval of the bar\u2019s own race.",
         rows(lines),
     )
 

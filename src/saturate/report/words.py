@@ -9,7 +9,7 @@ from typing import Literal
 from saturate.errors import clean as clean
 from saturate.records import sizes
 from saturate.records.command_line import quoted
-from saturate.records.result import StudyRecord, TechniqueOutcome
+from saturate.records.result import StepTime, StudyRecord, TechniqueOutcome
 
 Kind = Literal["win", "fits", "fits_unverified", "too_big", "nothing", "slower", "unverified", "cannot_verify", "noisy", "inconclusive"]
 
@@ -321,6 +321,15 @@ def break_even(record: StudyRecord) -> str:
     if steps == 0:
         return "at once: it starts no slower than the baseline"
     return f"after {_training(steps, step_ms)}"
+
+
+def start(time: StepTime) -> str:
+    """What comes before the steady state; "" where nothing of it was timed."""
+    spans = (("start-up", time.startup_s), ("warm-up", time.warmup_s), ("compiling (in these, with cold caches)", time.compile_s))
+    parts = [f"{name} {seconds(value)}" for name, value in spans if value is not None]
+    if parts and time.recompiles:
+        parts.append(count(time.recompiles, "recompilation"))
+    return ", ".join(parts)
 
 
 def not_before(steps: int, step_ms: float) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -14,22 +12,23 @@ import saturate
 from saturate.checkpoints import durable
 from saturate.errors import SaturateError, TooNoisy, VerificationFailed
 from saturate.machine import fingerprint
-from saturate.measure import breakeven, race
+from saturate.measure import race
 from saturate.records import recipe as recipes
 from saturate.records import sizes
 from saturate.records.result import (
     NumericsCurve,
     Phase,
     StairStep,
-    StepTime,
     StudyRecord,
     TechniqueOutcome,
     TrialRecord,
     TuneResult,
 )
 from saturate.report import html, words
+from saturate.study import starts
 from saturate.study.candidates import Candidate, Set, key, ordered
 from saturate.study.peaks import Peaks
+from saturate.study.racing import Result
 from saturate.study.state import Study
 
 
@@ -75,12 +74,12 @@ def result_of(study: Study) -> TuneResult:
     baseline_ms = None if study.starved else final.a_ms if final else study.baseline.get("step_ms")
     peaks = Peaks(study.store, study.request.limit_bytes)
     verified, verified_reason = _verified(study)
-    break_even = _break_even(study)
+    break_even = starts.break_even(study)
     return TuneResult(
         run=study.folder.name,
         command=study.request.argv,
-        baseline=StepTime(step_ms=baseline_ms),
-        tuned=StepTime(step_ms=final.b_ms if final else _probed_ms(study, kept) if kept else baseline_ms),
+        baseline=starts.step_time(study, baseline_ms, ()),
+        tuned=starts.step_time(study, final.b_ms if final else _probed_ms(study, kept) if kept else baseline_ms, kept),
         speedup=estimate.speedup if estimate else (1.0 if baseline_ms and not kept and not study.refusal and not study.error else None),
         speedup_ci=estimate.speedup_ci if estimate else None,
         verdict=_verdict(study),
@@ -88,7 +87,7 @@ def result_of(study: Study) -> TuneResult:
         verified_reason=verified_reason,
         noise_floor=_floor(study),
         break_even_steps=break_even,
-        break_even_reason=_why_no_break_even(study, break_even),
+        break_even_reason=starts.why_no_break_even(study, break_even),
         techniques=_techniques(study),
         recipe=str(study.recipe_path),
         report=str(study.report_path),
@@ -165,59 +164,6 @@ def _floor(study: Study) -> float | None:
     return race.noise_floor(study.aa.pairs) if study.aa and study.aa.pairs else None
 
 
-def _why_no_break_even(study: Study, steps: int | None) -> str:
-    """Why nobody knows when the recipe has paid for its start, or that it never has."""
-    if steps is not None:
-        return ""
-    if not (study.search and study.search.kept):
-        return "nothing is kept"
-    if study.starved:
-        return "the baseline does not run in this memory, so there is nothing to compare with"
-    if not study.final:
-        return "the study ended before the final race"
-    if study.final.b_ms >= study.final.a_ms:
-        return words.NEVER
-    least_s = _extra_start_s(study, lambda trial: _settling_at_least_s(trial, study.final.b_ms))
-    least = breakeven.steps(study.final.a_ms, study.final.b_ms, least_s) if least_s is not None else None
-    if least:
-        return words.not_before(least, study.final.b_ms)
-    return "no start of the baseline, or none of the final set, was timed until its steps were steady"
-
-
-def _break_even(study: Study) -> int | None:
-    """Steps until the recipe has paid for its slower start, the first time on a machine with cold caches.
-
-    Starts vary from run to run, so medians over all trials of either kind are compared. The steps of a warm-up train as well: it costs
-    what they took longer than those after it. Compiling is paid once where a cache keeps it; its cold cost is the longest that any
-    trial of these techniques took.
-    """
-    if not (study.final and study.search and study.search.kept) or study.starved:
-        return None
-    extra_s = _extra_start_s(study, lambda trial: trial.get("settling_s"))
-    return None if extra_s is None else breakeven.steps(study.final.a_ms, study.final.b_ms, extra_s)
-
-
-def _extra_start_s(study: Study, settling_s: Callable[[dict[str, Any]], float | None]) -> float | None:
-    """How much longer the final set starts than the baseline; None where that is not known. `settling_s`: of a trial of it, what its
-    warm-up took longer than its steps take; None: not known."""
-    assert study.search is not None
-    labels = {c.label() for c in study.search.kept}
-    trials = [t for t in study.store.trials() if t["startup_s"] is not None]
-    plain = [t["startup_s"] + t["settling_s"] for t in trials if not t["techniques"] and t.get("settling_s") is not None]
-    of_set = [t for t in trials if t["techniques"] and set(t["techniques"]) <= labels]
-    warm = [t["startup_s"] + settling - (t["compile_s"] or 0.0) for t in of_set
-            if set(t["techniques"]) == labels and (settling := settling_s(t)) is not None]
-    if not plain or not warm:
-        return None
-    return median(warm) + max(t["compile_s"] or 0.0 for t in of_set) - median(plain)
-
-
-def _settling_at_least_s(trial: dict[str, Any], step_ms: float) -> float | None:
-    """What the warm-up of a trial whose steps never were steady took longer than they take, at least: it had no more of them than the
-    whole trial. None of an older study, which did not tell."""
-    return float(trial["warmup_s"] - trial["steps"] * step_ms / 1e3) if "settling_s" in trial else None
-
-
 def _techniques(study: Study) -> list[TechniqueOutcome]:
     why = study.refusal or (study.error.message if study.error else "the study ended before its turn")
     peaks = Peaks(study.store)
@@ -238,27 +184,34 @@ def _measured_in(base: Set, candidate: Candidate) -> Set:
 
 
 def _staircase(study: Study, result: TuneResult) -> list[StairStep]:
-    """Baseline, then the kept techniques in the order they were added, each as it was measured then."""
+    """Baseline, then the kept techniques in the order they were added.
+
+    Each was raced against the set below it, in a race of its own, so the steps between the first and the last are a chain of
+    measured ratios; the interval of each is that of its own race. The last is the final set against the baseline."""
     if not result.baseline.step_ms:
         return []
     steps = [StairStep(label="baseline", step_ms=result.baseline.step_ms, speedup=1.0, speedup_ci=(1.0, 1.0))]
     if not study.search:
         return steps
     fitted = study.search.fitted
-    speedup = 1.0 + fitted.gain if fitted else 1.0
     if fitted:
         label = " + ".join(c.label() for c in study.search.base)
-        steps.append(StairStep(label=f"+ {label} (to fit)", step_ms=result.baseline.step_ms / speedup, speedup=speedup))
+        steps.append(_stair(f"+ {label} (to fit)", steps[-1], fitted, result.baseline.step_ms))
     for added, raced in study.search.stairs:
         kept = [candidate.label() for candidate in added if candidate in study.search.kept]
         if not kept:
             continue
-        speedup *= 1.0 + raced.gain
-        steps.append(StairStep(label=f"+ {' + '.join(kept)}", step_ms=result.baseline.step_ms / speedup, speedup=speedup))
+        steps.append(_stair(f"+ {' + '.join(kept)}", steps[-1], raced, result.baseline.step_ms))
     if study.final and len(steps) > 1 and result.tuned.step_ms and result.speedup:
         steps[-1] = StairStep(label=steps[-1].label, step_ms=result.tuned.step_ms, speedup=result.speedup,
                               speedup_ci=result.speedup_ci)
     return steps
+
+
+def _stair(label: str, below: StairStep, raced: Result, baseline_ms: float) -> StairStep:
+    speedup = below.speedup * (1.0 + raced.gain)
+    interval = raced.gain_ci and (below.speedup * (1.0 + raced.gain_ci[0]), below.speedup * (1.0 + raced.gain_ci[1]))
+    return StairStep(label=label, step_ms=baseline_ms / speedup, speedup=speedup, speedup_ci=interval)
 
 
 def _curves(study: Study) -> list[NumericsCurve]:

@@ -37,7 +37,8 @@ _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?t?(\.exe)?")
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 
 #: Modules that may go online, see `agent.trackers`.
-_TRACKERS = ("wandb", "comet_ml", "neptune", "clearml", "swanlab", "trackio", "aim", "mlflow", "mlflow.tracking._tracking_service.utils",
+_TRACKERS = ("wandb", "comet_ml", "neptune", "clearml", "swanlab", "trackio", "aim", "litlogger", "azureml.core.run", "mlflow",
+             "mlflow.tracking._tracking_service.utils",
              "mlflow.tracking._model_registry.utils", "mlflow.store.artifact.artifact_repository_registry", "huggingface_hub.hf_api",
              "transformers.utils.hub", "datasets.arrow_dataset", "datasets.dataset_dict", "datasets.iterable_dataset")
 

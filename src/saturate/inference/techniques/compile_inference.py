@@ -23,8 +23,8 @@ How it is applied
 -----------------
 A plain function around the module is compiled: `torch.compile(module)` captures nothing where the root is one of
 PyTorch's own classes. Varying shapes get one program with open sizes instead of one program each. The proof is dynamo's
-count of graphs; graph breaks and recompilations are reported with it, and a model that reached the recompilation limit
-counts as not compiled. Stored as an exported program that is compiled again after loading.
+count of graphs (one more for each shape that it was compiled for again); graph breaks are reported with it, and a model that
+reached the recompilation limit counts as not compiled. Stored as an exported program that is compiled again after loading.
 
 References
 ----------

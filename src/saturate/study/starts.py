@@ -1,0 +1,80 @@
+"""What comes before the steady state: starting, warming up, compiling; and after how many steps a recipe has paid for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from saturate.measure import breakeven
+from saturate.records.result import StepTime
+from saturate.report import words
+from saturate.study.candidates import Set
+from saturate.study.state import Study
+
+
+def step_time(study: Study, step_ms: float | None, techniques: Set) -> StepTime:
+    """A steady state with what came before it, by the trials of this very set."""
+    labels = {candidate.label() for candidate in techniques}
+    trials = [trial for trial in study.store.trials() if trial["startup_s"] is not None and set(trial["techniques"]) == labels]
+
+    def each(name: str) -> list[Any]:
+        return [trial[name] for trial in trials if trial.get(name) is not None]
+
+    compiling = each("compile_s")
+    return StepTime(
+        step_ms, startup_s=median(each("startup_s") or [None]), warmup_s=median(each("warmup_s") or [None]),
+        compile_s=max(compiling, default=None), recompiles=max(each("recompiles"), default=0 if compiling else None))
+
+
+def why_no_break_even(study: Study, steps: int | None) -> str:
+    """Why nobody knows when the recipe has paid for its start, or that it never has."""
+    if steps is not None:
+        return ""
+    if not (study.search and study.search.kept):
+        return "nothing is kept"
+    if study.starved:
+        return "the baseline does not run in this memory, so there is nothing to compare with"
+    if not study.final:
+        return "the study ended before the final race"
+    if study.final.b_ms >= study.final.a_ms:
+        return words.NEVER
+    least_s = _extra_start_s(study, lambda trial: _settling_at_least_s(trial, study.final.b_ms))
+    least = breakeven.steps(study.final.a_ms, study.final.b_ms, least_s) if least_s is not None else None
+    if least:
+        return words.not_before(least, study.final.b_ms)
+    return "no start of the baseline, or none of the final set, was timed until its steps were steady"
+
+
+def break_even(study: Study) -> int | None:
+    """Steps until the recipe has paid for its slower start, the first time on a machine with cold caches.
+
+    Starts vary from run to run, so medians over all trials of either kind are compared. The steps of a warm-up train as well: it costs
+    what they took longer than those after it. Compiling is paid once where a cache keeps it; its cold cost is the longest that any
+    trial of these techniques took.
+    """
+    if not (study.final and study.search and study.search.kept) or study.starved:
+        return None
+    extra_s = _extra_start_s(study, lambda trial: trial.get("settling_s"))
+    return None if extra_s is None else breakeven.steps(study.final.a_ms, study.final.b_ms, extra_s)
+
+
+def _extra_start_s(study: Study, settling_s: Callable[[dict[str, Any]], float | None]) -> float | None:
+    """How much longer the final set starts than the baseline; None where that is not known. `settling_s`: of a trial of it, what its
+    warm-up took longer than its steps take; None: not known."""
+    assert study.search is not None
+    labels = {c.label() for c in study.search.kept}
+    trials = [t for t in study.store.trials() if t["startup_s"] is not None]
+    plain = [t["startup_s"] + t["settling_s"] for t in trials if not t["techniques"] and t.get("settling_s") is not None]
+    of_set = [t for t in trials if t["techniques"] and set(t["techniques"]) <= labels]
+    warm = [t["startup_s"] + settling - (t["compile_s"] or 0.0) for t in of_set
+            if set(t["techniques"]) == labels and (settling := settling_s(t)) is not None]
+    if not plain or not warm:
+        return None
+    return median(warm) + max(t["compile_s"] or 0.0 for t in of_set) - median(plain)
+
+
+def _settling_at_least_s(trial: dict[str, Any], step_ms: float) -> float | None:
+    """What the warm-up of a trial whose steps never were steady took longer than they take, at least: it had no more of them than the
+    whole trial. None of an older study, which did not tell."""
+    return float(trial["warmup_s"] - trial["steps"] * step_ms / 1e3) if "settling_s" in trial else None
