@@ -32,6 +32,7 @@ class Noisy(World):
 
     misread: dict[str, float] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    low: float = -0.3
 
     def run(self, question: str, a: Any, b: Any, limits: Any, *rest: Any, **more: Any) -> Result:
         self.asked.append(question)
@@ -39,7 +40,7 @@ class Noisy(World):
         gain = self.misread.get(b[-1].id) if b and limits is SCREEN else None
         if gain is None:
             return result
-        seen = types.SimpleNamespace(log_ratio=math.log1p(gain), low=-0.3, high=0.3, speedup=1 + gain, speedup_ci=(0.74, 1.35))
+        seen = types.SimpleNamespace(log_ratio=math.log1p(gain), low=self.low, high=0.3, speedup=1 + gain, speedup_ci=(0.74, 1.35))
         return Result(types.SimpleNamespace(verdict="inconclusive", estimate=seen), result.pairs, result.a_ms, result.b_ms, result.record)    # type: ignore[arg-type]
 
 
@@ -464,6 +465,7 @@ def test_before_a_slow_start_that_nothing_names_what_others_have_shown_is_made_s
     slow.TECHNIQUE = replace(slow.TECHNIQUE, slow_start=slow_start)
     walk = search(world, likely("sure", "precision", 0.5), likely("maybe"), slow)
     walk.findings = (Finding(id="x", title="", reason="", evidence=[], bound=1.01, confidence="high", techniques=["slow"]),) if named else ()
+    walk.verified.add("earlier")        # else there must be time for the first verification as well
     screen, left = walk._screen_one, iter([2.5, 1.5, 0.5])
 
     def takes_long(*arguments: Any) -> bool:
@@ -595,6 +597,33 @@ def test_where_the_time_does_not_do_for_each_what_is_certain_is_added_at_once(tu
     assert [[c.id for c in added] for added, _ in walk.stairs] == ([["two", "one"]] if together else [["two"], ["one"]])
     assert {c.id for c in walk.kept} == {"one", "two"} and ("add two + one to baseline" in world.asked) == together
     assert ("in the final set" in walk.fates["one"].reason) == together, "with time left, each has to earn its place; the last one added had its race"
+
+
+@pytest.mark.parametrize(("numerics", "low", "joins"), [("exact", 0.01, True), ("precision", 0.01, False), ("exact", -0.01, False)])
+def test_what_leans_to_faster_joins_what_is_certain_where_the_time_ends(numerics: str, low: float, joins: bool) -> None:
+    """One of two gains was certain, and the other +6 % [+1.7, +10.5]: the budget had time for one more race, and the certain one needed none."""
+    world = Noisy({"sure": (0.93, 0.0), "leans": (0.94, 0.0)}, None, misread={"leans": 0.06}, low=low)
+    walk = screened_late(world, technique("sure"), likely("leans", numerics), turns=2.5)
+    assert ("add sure + leans to baseline" in world.asked) == joins
+    if joins:
+        assert [[c.id for c in added] for added, _ in walk.stairs] == [["sure", "leans"]]
+
+
+@pytest.mark.parametrize("turns", [2.5, 3.5])
+def test_before_the_last_turn_there_must_be_time_to_verify_what_is_certain(turns: float) -> None:
+    """A compilation took the time in which the first gain would have been verified."""
+    world = Noisy({"sure": (0.95, 0.0), "last": (0.99, 0.0)}, None)
+    walk = search(world, technique("sure"), technique("last"))
+    screen = walk._screen_one
+
+    def takes_long(*arguments: Any) -> bool:
+        found = screen(*arguments)
+        walk.turn_s, walk.deadline = 1000.0, time.monotonic() + 1000.0 * turns
+        return found
+
+    walk._screen_one = takes_long       # type: ignore[method-assign]
+    walk._screen(walk.eligible())
+    assert ([c.id for c in walk.kept] == ["sure"]) == (turns < 3)
 
 
 def test_of_what_is_added_at_once_only_one_has_a_resource() -> None:

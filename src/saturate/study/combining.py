@@ -97,11 +97,13 @@ def race_rest(search: Standing, left: list[Candidate]) -> None:
 
 
 def add_at_once(search: Standing, candidates: list[Candidate]) -> None:
-    """Add what was faster beyond doubt, the best of `candidates` first, in one race and one verification, where the time does not do for
-    a turn and a verification of each. What fails blames nobody: then the best has its own."""
+    """Add what was faster beyond doubt, the best of `candidates` first, and with it what was faster but perhaps by less than counts, in
+    one race and one verification, where the time does not do for a turn and a verification of each. What fails blames nobody: then the
+    best has its own."""
     group: Set = ()
     for candidate in candidates:
-        if search.certain(candidate) and candidate.id not in search.verified and conflict((*search.kept, *group), candidate) is None:
+        joins = search.certain(candidate) or (group and candidate.numerics in SAFE and search.leaning(candidate))
+        if joins and candidate.id not in search.verified and conflict((*search.kept, *group), candidate) is None:
             group = (*group, candidate)
     now = time.monotonic()
     short = search.deadline - now < (2 * len(group) - 1) * search.turn_s and now <= search.last()

@@ -32,6 +32,9 @@ from saturate.study.verification import Verified
 #: Of the time that is left, what the races for processes that are alike may take where the first says nothing: they need fresh pairs.
 STEADYING = 0.25
 
+#: What a first verification takes, in turns of a technique: the baseline is recorded several times.
+VERIFIES = 2
+
 #: Of the time that is left, what one technique may take to come to where it is measured while others wait for their turn.
 TURN_SHARE = 0.5
 
@@ -85,7 +88,7 @@ class Search(Standing):
         for place, (first, *others) in enumerate(eligible):
             if first.id in {member.id for member in (*self.base, *self.kept)}:
                 continue
-            if not grouped and self._short_of_time(first, len(eligible) - place):
+            if not grouped and self._short_of_time(first, len(eligible) - place, [best for _, best in waiting if best is not None]):
                 grouped = True
                 waiting = self._add_certain(waiting)
                 if time.monotonic() <= self._last_turn():
@@ -127,8 +130,10 @@ class Search(Standing):
         certain = sorted(((others, best) for others, best in waiting
                           if best is not None and best.id not in expected and self.screened[best.id].decision.verdict == "faster"),
                          key=lambda entry: -self.screened[entry[1].id].gain)
-        combining.add_at_once(self, [best for _, best in certain])
-        added = {best.id for _, best in certain if best in self.kept}
+        sure = [best for _, best in certain]
+        others_too = [best for _, best in waiting if best is not None and best not in sure and best.id not in expected]
+        combining.add_at_once(self, [*sure, *sorted(others_too, key=lambda best: -self.screened[best.id].gain)])
+        added = {best.id for _, best in waiting if best is not None and best in self.kept}
         for others, best in certain:
             if best.id in added:
                 continue
@@ -193,11 +198,14 @@ class Search(Standing):
         result = self.screened[candidate.id]
         return self.certain(candidate) and (result.gain_ci or (0.0,))[0] >= combining.LARGE
 
-    def _short_of_time(self, first: Candidate, turns: int) -> bool:
+    def _short_of_time(self, first: Candidate, turns: int, waiting: list[Candidate]) -> bool:
         """Whether one more turn begins in time, that of `first`, and neither a second one nor all that are left. A slow one that nothing
-        names counts twice: in that time what others have shown is made sure of."""
+        names counts twice: in that time what others have shown is made sure of. Of what is `waiting` beyond doubt, the first must still be verified."""
         left_s = self._last_turn() - time.monotonic()
-        needed = min(turns, 2) + (self.promise_of(first) == SLOW)
+        slow = self.promise_of(first) == SLOW
+        needed = min(turns, 2) + slow
+        if not self.verified and any(map(self.certain, waiting)):
+            needed = max(needed, 1 + slow + VERIFIES)
         return self.as_before(f"short of time before {first.id} | {key(self.kept)}", 0 < left_s < needed * self.turn_s)
 
     def _screen_one(self, candidate: Candidate, best: Candidate | None) -> bool:

@@ -77,6 +77,11 @@ class Standing:
         """Whether its screening says all: against what is kept now, and without doubt."""
         return self.against[candidate.id] == self.kept and self.screened[candidate.id].decision.verdict == "faster"
 
+    def leaning(self, candidate: Candidate) -> bool:
+        """Whether its screening, against what is kept now, says that it is faster, if perhaps by less than counts."""
+        interval = self.screened[candidate.id].gain_ci
+        return self.against[candidate.id] == self.kept and interval is not None and interval[0] > 0
+
     def until(self, takes_s: float = 0.0) -> float:
         """Until when what takes so long may begin. What is kept must be confirmed in the time behind the deadline; as long as there is
         nothing, that time is for what may still be found."""
