@@ -109,7 +109,8 @@ def test_all_outputs_come_as_flat_lists(shared: Worker) -> None:
 def test_a_block_times_every_call(shared: Worker) -> None:
     times = shared.block(7)
     assert len(times) == 7 and all(isinstance(one, int) and one > 100 for one in times)
-    assert shared.block(0) == [] and len(shared.block(1, start=5)) == 1
+    assert shared.block(0) == [] and len(shared.block(1, start=5)) == 1 and len(shared.block(5, 3, among=2)) == 5
+    assert shared.in_turn == 2
 
 
 def test_calls_run_in_inference_mode_and_blocks_without_collection(shared: Worker) -> None:
@@ -241,7 +242,9 @@ def test_every_shape_is_met_before_the_first_block(tmp_path: Path, server: Serve
     server.do_block(4, None)
     server.do_block(3, None)
     server.do_block(1, 2)
-    assert server.context.notes["calls"] == "3 5 2 4 " + "3 5 2 4 3 3 3 " + "2 "
+    server.do_block(5, 7, among=2)
+    server.do_block(1, None)
+    assert server.context.notes["calls"] == "3 5 2 4 " + "3 5 2 4 3 3 3 " + "2 " + "5 2 5 2 5 " + "3 "
 
 
 def test_every_call_gets_the_inputs_that_the_user_gave(tmp_path: Path, server: Server) -> None:

@@ -730,6 +730,27 @@ def test_a_race_knows_the_faster_and_stops() -> None:
     assert same.verdict in ("no_difference", "inconclusive")
 
 
+@pytest.mark.parametrize("costs", [(3e7, 12e7), (2e7, 4e7, 16e7), (1e7, 9e7, 2e7, 8e7, 3e7, 7e7, 1e7), (3e6, 12e6)])
+@pytest.mark.parametrize("speedup", [1.3, 2.9, 5.0])
+def test_both_of_a_race_meet_the_same_inputs(monkeypatch: pytest.MonkeyPatch, costs: tuple[float, ...], speedup: float) -> None:
+    """Long texts take longer than short ones, and the faster of two makes more calls in the time of a block: its blocks were of others."""
+    monkeypatch.setattr(racing, "BLOCK_S", 0.12)
+
+    class Lengths(FakeWorker):
+        in_turn, following = len(costs), 0
+
+        def block(self, count: int, start: int | None = None, *, cpu: int | None = None, among: int | None = None) -> list[int]:
+            first = self.following if start is None else start
+            self.following = first + count
+            return [int(self.factor * costs[(first + number % (among or count)) % len(costs)]) for number in range(count)]
+
+    race = racing.race(lambda: Lengths(1.0, Candidate()), lambda: Lengths(1 / speedup, Candidate()))
+    assert race.verdict == "faster" and race.speedup == pytest.approx(speedup, rel=0.01)
+    assert race.a is not None and race.b is not None and race.a.p50 / race.b.p50 == pytest.approx(speedup, rel=0.01)
+    a, b = (racing.Lane.of(Lengths(factor, Candidate())) for factor in (1.0, 1 / speedup))
+    assert racing.screen(a, b) == pytest.approx(speedup, rel=0.01)
+
+
 def test_the_second_of_two_blocks_begins_on_the_cpu_of_the_first() -> None:
     class Placed(FakeWorker):
         def block(self, count: int, *, cpu: int | None = None) -> list[int]:

@@ -164,11 +164,17 @@ class Worker:
         usual = PROBE_S + PATIENCE * self._round_s
         return self._ask("run", inputs, device=_device_of(inputs), limit_s=min(usual, self._limit_s(1.0)))
 
-    def block(self, count: int, start: int | None = None, *, cpu: int | None = None) -> list[int]:
+    @property
+    def in_turn(self) -> int:
+        """How many inputs a block calls in turn."""
+        return self.source.batches
+
+    def block(self, count: int, start: int | None = None, *, cpu: int | None = None, among: int | None = None) -> list[int]:
         """Nanoseconds of each of `count` calls. Inputs take turns in a fixed order: from number `start`, or from
-        where the block before ended. `cpu`: where it begins, if not where it is (see `measure.placement`)."""
-        limit_s = self._limit_s(max(1.0, count / max(1, self.source.batches)))
-        times, self.cpu = self._ask("block", count, start, cpu, limit_s=limit_s)
+        where the block before ended; all of them, or so many (`among`). `cpu`: where it begins, if not where it is (see
+        `measure.placement`)."""
+        limit_s = self._limit_s(max(1.0, count / max(1, among or self.in_turn)))
+        times, self.cpu = self._ask("block", count, start, cpu, among, limit_s=limit_s)
         return times
 
     def outputs(self) -> list[list[Any]]:

@@ -39,7 +39,9 @@ class Racer(Protocol):
     cpu: int | None         # on which it ended its latest block; None: not told, or several
     shares: int             # what a block tells is one of so many equal shares of each call's time
 
-    def block(self, count: int, *, cpu: int | None = None) -> list[int]: ...
+    def block(self, count: int, *, cpu: int | None = None) -> list[int]:
+        """Who calls several inputs in turn says how many (`in_turn`), and takes `start` and `among` as well: which comes first, and how
+        many take turns."""
 
     def freeze(self) -> None: ...
 
@@ -57,6 +59,7 @@ class Lane:
     calls: int
     times_ns: list[int] = field(default_factory=list)
     broken: bool = False
+    blocks: int = 0
 
     @staticmethod
     def of(worker: Racer) -> Lane:
@@ -66,12 +69,26 @@ class Lane:
         worker.freeze()
         return Lane(worker, max(_FEWEST_CALLS, min(_MOST_CALLS, round(BLOCK_S / max(typical, 1e-6)))))
 
-    def run(self, cpu: int | None = None) -> float:
-        """One block, begun on `cpu`: the median call, ns. A first call is thrown away: caches are cold after the other's block."""
+    @property
+    def inputs(self) -> int:
+        """How many inputs are called in turn."""
+        return getattr(self.worker, "in_turn", 1)
+
+    def turns(self, index: int, most: int) -> dict[str, int]:
+        """`start` and `among` (see `Racer`) of block number `index`, in which no more than `most` take turns."""
+        among = min(most, self.inputs)
+        return {"start": among * spread(index, math.ceil(self.inputs / among)), "among": among} if self.inputs > 1 else {}
+
+    def run(self, cpu: int | None = None, turns: dict[str, int] | None = None) -> float:
+        """One block, begun on `cpu`: the median call, ns. A first call is thrown away: caches are cold after the other's block. Each of
+        the inputs that take turns in it is met as often as the others."""
+        turns = self.turns(self.blocks, self.calls) if turns is None else turns
+        calls = self.calls - self.calls % turns.get("among", 1)
+        self.blocks += 1
         self.broken = True
         self.worker.thaw()
         try:
-            times = self.worker.block(self.calls + 1, cpu=cpu)[1:]
+            times = self.worker.block(calls + 1, cpu=cpu, **turns)[1:]
         finally:
             self.worker.freeze()
         self.broken = False
@@ -108,11 +125,23 @@ class Race:
 
 def round_of(a: Lane, b: Lane, index: int) -> float:
     """ln(time A / time B) of one round; who goes first alternates, and the other begins where that one was: one CPU may be slower
-    than its neighbour."""
+    than its neighbour. Both meet the same inputs, each of them equally often: a longer one takes longer, and whoever is faster makes more
+    calls in the time of a block."""
     first, second = (b, a) if index % 2 else (a, b)
-    ahead = first.run()
-    behind = second.run(first.worker.cpu)
+    turns = a.turns(index, min(a.calls, b.calls))
+    ahead = first.run(turns=turns)
+    behind = second.run(first.worker.cpu, turns)
     return math.log(behind / ahead) if index % 2 else math.log(ahead / behind)
+
+
+def spread(index: int, places: int) -> int:
+    """The place that has the turn number `index`: all have one, and neighbours not one after the other, for inputs may be sorted by length.
+
+    >>> [spread(index, 5) for index in range(6)], [spread(index, 1) for index in range(2)]
+    ([0, 3, 1, 4, 2, 0], [0, 0])
+    """
+    step = next(step for step in range(max(1, round(0.618 * places)), places + 1) if math.gcd(step, places) == 1)
+    return index * step % places
 
 
 def screen(a: Lane, b: Lane) -> float:

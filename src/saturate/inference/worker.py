@@ -279,22 +279,21 @@ class Server:
         answers = (trees.tensors(self.torch, self._call(copy.deepcopy(batch))) for batch in self.inputs)
         return [[tensor.detach().to("cpu", copy=True) for tensor in answer] for answer in answers]
 
-    def do_block(self, count: int, start: int | None, cpu: int | None = None) -> tuple[list[int], int | None]:
+    def do_block(self, count: int, start: int | None, cpu: int | None = None, among: int | None = None) -> tuple[list[int], int | None]:
         """Nanoseconds of each of `count` calls, begun on `cpu`, and on which CPU they ended. The device is idle before and after
-        each of them."""
+        each of them. `among`: so many inputs take turns."""
         call, inputs, clock = self.call, self.inputs, time.perf_counter_ns
         wait = self.torch.cuda.synchronize if self.device == "cuda" else _nothing
         prepare = self._seed if self.facts.random else _nothing
-        index = self._next if start is None else start
+        first = self._next if start is None else start
         times: list[int] = []
         placement.move(cpu)
         collects = gc.isenabled()
         gc.disable()
         try:
             with self._mode():
-                for _ in range(count):
-                    batch = self._own(inputs[index % len(inputs)])
-                    index += 1
+                for number in range(count):
+                    batch = self._own(inputs[(first + number % (among or count)) % len(inputs)])
                     prepare()
                     wait()
                     began = clock()
@@ -303,7 +302,7 @@ class Server:
                     times.append(clock() - began)
                     del output
         finally:
-            self._next = index
+            self._next = first + count
             if collects:
                 gc.enable()
         return times, placement.current()
