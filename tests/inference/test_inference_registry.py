@@ -111,3 +111,8 @@ def test_no_technique_imports_another() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module == "saturate.inference.techniques":
                 assert not names & {alias.name for alias in node.names}, path.name
+
+
+def test_what_leaves_no_layer_in_its_own_precision_says_so() -> None:
+    whole = {id for id, module in _registry.load().items() if getattr(module, "WHOLE", False)}
+    assert whole == {"openvino-bf16", "tensorrt", "tf32-products", "torch-tensorrt"}

@@ -466,6 +466,14 @@ def test_what_does_not_fit_into_the_time_that_is_left_waits() -> None:
     assert world.started[0] == "other" and "run" in world.started, "it is tried when nothing else is left"
 
 
+def test_what_takes_the_model_as_a_whole_is_not_repaired() -> None:
+    """It would be the same program again, under the name of layers that it did not leave alone."""
+    whole = technique("int8", "runtime", "precision", (Touch("runtime"), Touch("number-format")))
+    whole.WHOLE = True
+    search = walk(World({"run": 0.5, "int8": 0.2}, {"int8": 0.03}, healing=0.006), RUN, whole)
+    assert fates(search)["int8"] == "rejected_accuracy" and not any(candidate.keep for candidate in search.tried)
+
+
 def test_another_variant_has_its_turn_before_a_repair() -> None:
     world = World({"int8": 0.2}, {"int8": 0.03}, healing=0.006)
     search = walk(world, technique("int8", "runtime", "precision", (Touch("runtime"), Touch("number-format")), variants=2))

@@ -61,6 +61,11 @@ class Candidate:
     def lossless(self) -> bool:
         return self.numerics in LOSSLESS
 
+    @property
+    def repairable(self) -> bool:
+        """Whether layers of it can go back to their own precision."""
+        return self.numerics == "precision" and not any(getattr(part.module, "WHOLE", False) for part in self.parts)
+
     def conflict(self) -> str | None:
         """The resource that two parts claim and one of them alone, None where all go together."""
         seen: dict[str, int | None] = {}

@@ -351,7 +351,7 @@ class Search:
 
     def _know(self, found: Tried) -> None:
         self.tried[found.candidate] = found
-        if found.misses(self.max_drop) and found.candidate.numerics == "precision" and not found.candidate.keep:
+        if found.misses(self.max_drop) and found.candidate.repairable and not found.candidate.keep:
             self.broken.append(found)
 
     def _from_journal(self, candidate: Candidate) -> Tried | None:
@@ -410,7 +410,7 @@ class Search:
         because that one was so much faster has its turn."""
         end_s, self.end_s = self.end_s, self.deadline_s
         broken = self.tried.get(Candidate(found.candidate.parts), found)
-        missed = all(one.fate in ("rejected_accuracy", "undecided") for one in (found, broken)) and found.candidate.numerics == "precision"
+        missed = all(one.fate in ("rejected_accuracy", "undecided") for one in (found, broken)) and found.candidate.repairable
         try:
             if (missed or self.wanted_after_all()) and self.time_left():
                 with racing.lane(self.lab.baseline) as self._lane:

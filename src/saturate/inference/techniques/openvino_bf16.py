@@ -48,6 +48,9 @@ PREPARE_S = 5.0
 #: Instruction sets that multiply bfloat16.
 FLAGS = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
 
+#: OpenVINO chooses by itself what stays in float32.
+WHOLE = True
+
 
 @dataclass(frozen=True)
 class Options:

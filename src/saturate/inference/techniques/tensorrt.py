@@ -50,6 +50,9 @@ TECHNIQUE = Technique(
 
 PREPARE_S = 60.0
 
+#: One plan is built of all layers.
+WHOLE = True
+
 
 @dataclass(frozen=True)
 class Options:

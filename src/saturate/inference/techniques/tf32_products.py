@@ -44,6 +44,9 @@ TECHNIQUE = Technique(
     touches=(Touch("number-format"),),
 )
 
+#: A switch of the process has no layers.
+WHOLE = True
+
 
 @dataclass(frozen=True)
 class Options:

@@ -60,6 +60,9 @@ TECHNIQUE = Technique(
 
 PREPARE_S = 60.0
 
+#: All layers are compiled as they come.
+WHOLE = True
+
 
 @dataclass(frozen=True)
 class Options:
