@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from saturate.errors import EnvironmentProblem, WorkloadFailed
-from saturate.inference import accuracy, checking, confirm
+from saturate.inference import accuracy, checking, confirm, sensitivity
 from saturate.inference import lab as module
 from saturate.inference.accuracy import Budget, Judgement, read, split
 from saturate.inference.api import running_model
@@ -168,6 +168,28 @@ def test_what_was_stored_has_its_size(tmp_path: Path, monkeypatch: pytest.Monkey
     found = Tried(Candidate(), "dominated", "")
     lab._stored(SimpleNamespace(store=lambda *given: None), found, 60.0)                                           # type: ignore[arg-type]
     assert found.size_bytes == found.record().size_bytes == 12
+
+
+class Projecting(torch.nn.Module):
+    """Its own forward multiplies, too, as where a table of embeddings is the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.table = torch.nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Any) -> Any:
+        return self.body(self.stem(x)) @ self.table.T
+
+
+def test_the_model_itself_is_no_layer_that_a_repair_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Projecting().eval()
+    ranked = sensitivity.rank(torch, model, [(torch.randn(8, 4),)])
+    assert {name for name, _ in ranked} == {"", "stem", "body"}
+    worker = SimpleNamespace(sensitivity=lambda limit_s: ranked, ask=lambda function: module.module_names(SimpleNamespace(model=model)), close=lambda: None)
+    monkeypatch.setattr(Lab, "baseline", lambda self: worker)
+    names, ends = Lab(None, tmp_path, 1, time.monotonic()).ranking()         # type: ignore[arg-type]
+    assert set(names) == {"stem", "body"} and ends == ("stem", "body")
 
 
 # -- the samples of the confirmation -------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from saturate.inference.formats import MADE_FOR
 from saturate.inference.journal import Journal, key_of, turn, turns_of
 from saturate.inference.jury import Jury
 from saturate.inference.process import Worker
+from saturate.inference.repair import inner
 from saturate.inference.search import Tried
 from saturate.inference.source import Source
 from saturate.records.inference import ModelFacts
@@ -328,7 +329,7 @@ class Lab:
         if self._ranking is None:
             worker = self.baseline()
             try:
-                names = [name for name, _ in worker.sensitivity(min(RANKING_S, max(_LEAST_PREPARE_S, self._left_s())))]
+                names = inner([name for name, _ in worker.sensitivity(min(RANKING_S, max(_LEAST_PREPARE_S, self._left_s())))])
                 placed = [name for name in worker.ask(f"{__name__}:module_names") if name in set(names)]
                 self._ranking = names, (placed[0], placed[-1]) if placed else ()
             finally:

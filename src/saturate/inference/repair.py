@@ -24,6 +24,19 @@ from saturate.records.inference import Verdict
 LARGEST_SHARE = 0.5
 
 
+def inner(names: Sequence[str]) -> list[str]:
+    """Without modules in which all others lie, such as the model itself (""), whose own forward may multiply too: to keep one in its own
+    precision would be to keep everything.
+
+    >>> inner(["", "net.head", "net", "net.stem"]), inner(["stem", "head", "head.out"])
+    (['net.head', 'net.stem'], ['stem', 'head', 'head.out'])
+    """
+    found = list(names)
+    while len(found) > 1 and (outer := [name for name in found if not name or all(f"{other}.".startswith(f"{name}.") for other in found)]):
+        found = [name for name in found if name not in outer]
+    return found
+
+
 class Repair:
     """Sets of layers to keep, one at a time. `ranking`: names, the most sensitive first. `ends`: the first and the last
     layer in the order of the model."""
