@@ -364,6 +364,30 @@ def test_how_much_faster_it_is_than_the_best_lossless_or_why_that_is_not_known(m
     assert (best.speedup_over_lossless_ci is None) is (ratio is None)
 
 
+@pytest.mark.parametrize(("objective", "over", "itself"), [("latency", 4.3, True), ("latency", 3.9, False), ("latency", None, False), ("memory", 4.3, False)])
+def test_a_lossless_candidate_that_is_slower_than_the_model_is_not_the_best_lossless(monkeypatch: pytest.MonkeyPatch, objective: str,
+                                                                                     over: float | None, itself: bool) -> None:
+    """The luckiest of some screenings is above 1 where none helps: the winner would be further ahead of it than of the model."""
+    won, other = (confirm.Confirmed(Tried(Candidate(keep=frozenset({name})), "kept", ""), Path(name)) for name in "ab")
+    won.found.candidate = SimpleNamespace(lossless=False)           # type: ignore[assignment]
+    final, versus = (replaced_log(raced(speedup)) for speedup in (4.0, over))
+    monkeypatch.setattr(confirm, "champion", lambda *given: (won, final))
+    monkeypatch.setattr(confirm, "contenders", lambda search: [])
+    monkeypatch.setattr(confirm, "against", lambda *given: versus)
+    monkeypatch.setattr(api, "_best_lossless", lambda search, lab: (other, ""))
+    monkeypatch.setattr(result.Result, "of", lambda record, search, lab: record)
+    told = SimpleNamespace(search=SimpleNamespace(objective=objective), lab=SimpleNamespace(deadline_s=0.0, discard=lambda kept: None),
+                           phases=SimpleNamespace(end=lambda name: None), recorded=lambda: SimpleNamespace(artifact=None))
+    api.conclude(told, lambda text: None)                           # type: ignore[arg-type]
+    assert (told.lossless, told.versus) == ((None, None) if itself else (other, versus)) and told.unraced == ""
+
+
+def replaced_log(race: Any) -> Any:
+    if race.estimate is not None:
+        race.estimate.log_ratio = math.log(race.speedup)
+    return race
+
+
 def test_what_was_ended_from_outside_may_be_the_answer() -> None:
     found = SimpleNamespace(fate="failed", outside=True, reason="failed: No space left on device")
     assert result.cut_short(found)          # type: ignore[arg-type]

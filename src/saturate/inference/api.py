@@ -274,12 +274,21 @@ def conclude(ending: Ending, say: Callable[[str], None]) -> Result:
     ending.unraced = unraced
     if not own and ending.lossless is not None:
         ending.phases.end("lossless")
+    if search.objective != "memory" and slower_than_the_model(ending):
+        ending.lossless = ending.versus = None
     record = ending.recorded()
     if served is not None:
         record = serving.with_throughput(record, served)
     ending.record = record
     lab.discard(Path(record.artifact) if record.artifact is not None else None)
     return Result.of(record, search, lab)
+
+
+def slower_than_the_model(ending: Ending) -> bool:
+    """Whether the winner is further ahead of the best lossless candidate than of the model itself. Which is best was chosen by
+    screenings, of which the luckiest is above 1 where none helps."""
+    known = [race.estimate for race in (ending.versus, ending.final) if race is not None and race.estimate is not None]
+    return len(known) == 2 and known[0].log_ratio > known[1].log_ratio
 
 
 def _best_lossless(search: Search, lab: Lab) -> tuple[confirm.Confirmed | None, str]:
