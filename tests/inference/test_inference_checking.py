@@ -277,6 +277,18 @@ def test_a_check_that_shuffles_is_told_what_that_costs():
     assert found.shuffled and not controls(right, run, Budget(0.1)).shuffled
 
 
+def test_a_check_that_shuffles_is_seen_where_the_model_scores_all_alike():
+    """As where the score is agreement with the model itself: then its samples cannot be told by their scores."""
+    own = {tuple(x.tolist()): run(x[None]).argmax(1) for x in INPUTS}
+
+    def agreement(run, order):
+        return [bool(run(INPUTS[index:index + 1]).argmax(1) == own[tuple(INPUTS[index].tolist())]) for index in order]
+
+    found = controls(lambda run: agreement(run, random.sample(range(60), 60)), run, Budget(0.1))
+    assert found.problem is None and found.baseline.scores.mean == 1 and found.shuffled and any("another order" in note for note in found.notes)
+    assert not controls(lambda run: agreement(run, range(60)), run, Budget(0.1)).shuffled
+
+
 def test_a_check_at_chance_is_said_to_see_little():
     generator = torch.Generator().manual_seed(0)
 

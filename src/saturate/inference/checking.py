@@ -44,6 +44,8 @@ _SEEDS = (1, 2)
 SHUFFLED = ("the check gives the same values in another order each time, so candidates cannot be compared sample by sample, nor can samples "
             "be kept to confirm a choice")
 
+_LEAVE_OUT = f"{SHUFFLED}: leave out what shuffles them"
+
 Check = Callable[[Callable[..., Any]], Any]
 
 
@@ -158,6 +160,8 @@ def controls(check: Check, run: Callable[..., Any], budget: Budget, until_s: flo
         return Controls(first, spread, late=True)
     shuffled = (first.samples == again.samples and first.scores.values != again.scores.values
                 and (first.asked != again.asked or _same_in_another_order(first.scores, again.scores)))
+    if first.samples == again.samples and first.asked != again.asked and len(set(first.scores.values or ())) == 1:
+        shuffled, notes = True, (*notes, _LEAVE_OUT)       # scores that are all alike, as those of agreement with the model are, do not show it
     return _against_noise(check, pool, budget, Controls(first, spread, shuffled, notes=notes), first.scores)
 
 
@@ -177,7 +181,7 @@ def _repeatable(first: Scored, before: Scores, again: Scored, after: Scores,
     if (before.mean, before.values) == (after.mean, after.values):      # its other entries may be anything, the time that it took for one
         return None, ("the model gives other answers each time; the scores are the same",) if random else ()
     if not random and first.samples == again.samples and _same_in_another_order(before, after):
-        return None, (f"{SHUFFLED}: leave out what shuffles them",)
+        return None, (_LEAVE_OUT,)
     if first.asked != again.asked:
         cause = "it asks for other samples each time"
     elif first.answers != again.answers:
