@@ -630,6 +630,15 @@ def test_what_a_verification_asks_for_follows_from_the_candidate(whole):
     assert asked == {"reordering": [60, 60, 60, 60], "precision": [30, 20, 35, 60]}
 
 
+@pytest.mark.parametrize(("dtype", "demanded"), [("bfloat16", 30), ("float16", 45), ("float64", 60), ("int64", 60)])
+def test_a_lossless_program_of_a_shorter_format_need_not_agree_better_than_that_format_does(whole, dtype, demanded):
+    """Sums in another order, as on another processor, leave some 40 dB in bfloat16."""
+    manifest = artifact.read(whole)
+    leaves = [msgspec.structs.replace(leaf, dtype=dtype) for leaf in manifest.examples[0].output_leaves]
+    manifest = msgspec.structs.replace(manifest, numerics="reordering", examples=[msgspec.structs.replace(manifest.examples[0], output_leaves=leaves)])
+    assert artifact._demanded_db(manifest) == demanded
+
+
 def test_a_program_that_fails_on_its_own_inputs_does_not_verify(stored):
     loaded = artifact.load(stored)
 

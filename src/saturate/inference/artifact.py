@@ -29,7 +29,7 @@ import msgspec
 
 from saturate.checkpoints import durable
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError, UsageError
-from saturate.inference import examples, folders, hardware, lines, probe
+from saturate.inference import examples, folders, guards, hardware, lines, probe
 from saturate.inference.facts import SEED
 from saturate.inference.techniques._api import LOSSLESS, Entry
 from saturate.records import artifact as records
@@ -377,6 +377,7 @@ class Artifact:
 
 
 def _demanded_db(manifest: Manifest) -> float:
-    if manifest.numerics in LOSSLESS:
-        return _MOST_DB
-    return _UNKNOWN_DB if manifest.agreement_db is None else min(max(manifest.agreement_db, _LEAST_DB), _MOST_DB)
+    if manifest.numerics not in LOSSLESS:
+        return _UNKNOWN_DB if manifest.agreement_db is None else min(max(manifest.agreement_db, _LEAST_DB), _MOST_DB)
+    answered = {leaf.dtype for example in manifest.examples for leaf in example.output_leaves}
+    return min([_MOST_DB, *(guards.REORDERED_DB[name] for name in answered if name in guards.REORDERED_DB)])
