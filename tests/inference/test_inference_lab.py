@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import optimizations
 import pytest
 
 from saturate.errors import EnvironmentProblem, WorkloadFailed
@@ -19,12 +21,14 @@ from saturate.inference.accuracy import Budget, Judgement, read, split
 from saturate.inference.api import running_model
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed, NotDeployable
+from saturate.inference.ending import Ending
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.formats import MADE_FOR
 from saturate.inference.journal import Journal
 from saturate.inference.jury import Jury, control
 from saturate.inference.lab import Lab
-from saturate.inference.result import best_of
+from saturate.inference.phases import Phases
+from saturate.inference.result import Result, best_of
 from saturate.inference.samples import Seen
 from saturate.inference.search import Tried
 from saturate.records.inference import ModelFacts, Timing
@@ -406,3 +410,20 @@ def test_artifacts_of_those_that_lost_go_and_what_others_stored_stays(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"earlier", "2"}
     lab.discard(None)           # of a later `pick`: what was kept once is kept
     assert (tmp_path / "2").is_dir()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_of_an_interrupted_search_no_artifact_stays_but_the_one_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool) -> None:
+    """Each holds a copy of the model."""
+    lab = Lab(None, tmp_path, 1, time.monotonic() + 10)         # type: ignore[arg-type]
+    for name in ("earlier", "1", "2"):
+        (tmp_path / name).mkdir()
+    lab.made += [tmp_path / "1", tmp_path / "2"]
+    record = optimizations.stopped()
+    record = msgspec.structs.replace(record, unconfirmed=msgspec.structs.replace(record.unconfirmed, artifact=str(tmp_path / "2") if stored else None))
+    ended = Ending(SimpleNamespace(baseline=1), lab, [], 0.0, Phases(0.0))         # type: ignore[arg-type]
+    monkeypatch.setattr(Ending, "_cut_off", lambda self: record)
+    monkeypatch.setattr(Result, "of", lambda record, search, lab: SimpleNamespace(record=record))
+    with pytest.raises(KeyboardInterrupt), ended.told():
+        raise KeyboardInterrupt
+    assert {path.name for path in tmp_path.iterdir()} == ({"earlier", "2"} if stored else {"earlier"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -72,6 +73,8 @@ class Ending:
         except EnvironmentProblem:              # a full disk, perhaps
             result = Result(record, self.search, self.lab)
         error.result, error.record = result, result.record
+        kept = record.artifact or (record.unconfirmed.artifact if record.unconfirmed is not None else None)
+        self.lab.discard(Path(kept) if kept is not None else None)         # of the others each holds a copy of the model
 
     def _cut_off(self) -> OptimizeRecord:
         if self.search.objective == "throughput":       # one call that answers sooner was not the objective
