@@ -493,6 +493,22 @@ def test_a_killed_change_of_the_manifest_is_tidied_up_and_other_files_stay(store
     assert leftovers(stored.parent) == [f"{durable.TEMPORARY}1"] and leftovers(stored) == []
 
 
+@pytest.mark.parametrize("how", ["save", "load"])
+def test_what_another_program_is_writing_in_a_folder_that_was_named_by_mistake_stays(stored, tmp_path, how):
+    """As a training does where its checkpoints are."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "last.pt").write_bytes(b"old")
+
+    def write(stream):
+        stream.write(b"new")
+        with pytest.raises((ArtifactDamaged, UsageError)):
+            artifact.load(stored).save(folder) if how == "save" else artifact.load(folder)
+
+    durable.replace(folder / "last.pt", write)
+    assert (folder / "last.pt").read_bytes() == b"new" and leftovers(folder) == []
+
+
 def test_artifacts_of_one_search_do_not_replace_each_other(tmp_path):
     for name in ("1", "3", f"{durable.TEMPORARY}0"):
         (tmp_path / name).mkdir()

@@ -158,12 +158,7 @@ def tidy(target: Path) -> None:
                     shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(lock)
-        if any(target.glob(f"{durable.TEMPORARY}*")) and (lock := _lock(target)) is not None:
-            try:
-                for left in target.glob(f"{durable.TEMPORARY}*"):
-                    left.unlink()
-            finally:
-                os.close(lock)
+        durable.remove_litter(str(target))      # it need not be an artifact: a training may be writing a checkpoint there
 
 
 @contextmanager
