@@ -395,3 +395,8 @@ def test_a_ratio_is_not_said_twice_where_the_fates_are_explained():
     slow = CandidateRecord(id="bf16", techniques=[], fate="slower", reason="0.63x in a screening", speedup=0.632)
     text = page.render(msgspec.structs.replace(record, candidates=[*(one for one in record.candidates if one.fate != "slower"), slow]))
     assert "bf16: 0.63x in a screening" in text
+
+
+def test_a_confidence_is_not_rounded_to_certainty():
+    for confidence, said in ((0.95, "95%"), (0.995, "99.5%"), (0.9999, "99.99%")):
+        assert f">{said}<" in page.render(optimizations.win(confidence=confidence))

@@ -111,7 +111,7 @@ def _header(record: OptimizeRecord) -> Markup:
 def _budget(record: OptimizeRecord) -> list[tuple[str, str]]:
     if record.max_drop is None:
         return [("Accuracy budget", "lossless only")]
-    sure = "point estimates" if record.confidence is None else f"{record.confidence:.0%}"
+    sure = "point estimates" if record.confidence is None else f"{100 * record.confidence:.4g}%"
     return [("Accuracy budget", say.drop(record.max_drop, record.relative)), ("Confidence", sure)]
 
 
