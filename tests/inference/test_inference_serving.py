@@ -254,6 +254,33 @@ def test_a_batch_size_leaves_no_copy_of_the_model(tmp_path: Path) -> None:
     assert closed and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("error", "said"), [(EnvironmentProblem("inputs cannot be written", cause="No space left on device"), "No space left on device"),
+                                             (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "can't allocate memory")])
+def test_a_batch_that_finds_no_room_ends_a_climb_and_not_the_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, said: str) -> None:
+    torch = pytest.importorskip("torch")
+    found = serving(monkeypatch)[0]
+
+    def written(folder: Path, inputs: Any, *, model: bool) -> Any:
+        folder.mkdir(parents=True)
+        (folder / "inputs.pt").write_bytes(b"half")
+        if len(inputs[0]) > room:
+            raise error
+        return SimpleNamespace(folder=folder)
+
+    monkeypatch.setattr("saturate.inference.serving.PAYS", 0.0)
+    del found.rate
+    found.torch, found.stored, found.limits = torch, (torch.zeros(8, 2),), {}
+    found.lab = SimpleNamespace(folder=tmp_path, threads=1, source=SimpleNamespace(serving=written), serve=lambda *given: SimpleNamespace(
+        block=lambda count: [4_000_000] * count, close=lambda: None))
+    room = 16
+    climbs = found.search({"baseline": None}, lambda text: None, time.monotonic() + 60.0)
+    assert [row.batch for row in climbs.rows] == [8, 16] and climbs.failed and said in climbs.failed[0] and not any((tmp_path / "sources").iterdir())
+    room = 4
+    if isinstance(error, EnvironmentProblem):
+        with pytest.raises(EnvironmentProblem, match="cannot be written"):
+            found.search({"baseline": None}, lambda text: None, time.monotonic() + 60.0)
+
+
 def test_the_end_of_a_process_takes_nothing_with_it_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = Ending(SimpleNamespace(baseline=None), None, [], 0.0, Phases(0.0))      # type: ignore[arg-type]
     attached: list[Any] = []

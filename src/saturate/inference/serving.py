@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from saturate.errors import EnvironmentProblem
 from saturate.inference import confirm, racing
 from saturate.inference.confirm import Confirmed
 from saturate.inference.failures import WorkerFailed
@@ -161,14 +162,7 @@ class Serving:
 
     def fleet(self, artifact: Path | None, setting: Setting) -> Fleet:
         """Raises WorkerFailed where it does not run at this size."""
-        from saturate.inference import examples
-
-        inputs = examples.of_size(self.torch, self.stored, setting.batch)
-        if inputs is None:
-            raise WorkerFailed("failed", "its inputs do not share a first dimension, so there is no other batch size")
-        lab = self.lab
-        name = "baseline" if artifact is None else "artifact"
-        source = lab.source.serving(lab.folder / "sources" / f"{name}-{setting.batch}", inputs, model=artifact is None)
+        lab, source = self.lab, self._source(artifact is None, setting.batch)
         workers: list[Worker] = []
         try:
             for _ in range(setting.processes):
@@ -177,6 +171,26 @@ class Serving:
             Fleet(workers, setting.batch, source).close()
             raise
         return Fleet(workers, setting.batch, source)
+
+    def _source(self, model: bool, batch: int) -> Source:
+        """Of the model, or for an artifact. Raises WorkerFailed where there can be no batch of this size, and EnvironmentProblem where even
+        that which the model came with finds no room: that a larger one does not is no reason to end the search."""
+        from saturate.inference import examples
+
+        folder = self.lab.folder / "sources" / f"{'baseline' if model else 'artifact'}-{batch}"
+        try:
+            inputs = examples.of_size(self.torch, self.stored, batch)
+            if inputs is None:
+                raise WorkerFailed("failed", "its inputs do not share a first dimension, so there is no other batch size")
+            return self.lab.source.serving(folder, inputs, model=model)
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, EnvironmentProblem) and batch == self.batch:
+                raise
+            if isinstance(error, (EnvironmentProblem, RuntimeError, MemoryError)):      # RuntimeError: what torch says where memory ends
+                cause = error.cause if isinstance(error, EnvironmentProblem) else " ".join(str(error).split())[:200]
+                raise WorkerFailed("failed", f"a batch of this size cannot be made here: {cause}") from error
+            raise
 
     def rate(self, artifact: Path | None, setting: Setting, until_s: float = math.inf) -> tuple[float, str | None]:
         """Samples per second, the median of some rounds, and which limit is passed. There are more rounds where their calls are too few
