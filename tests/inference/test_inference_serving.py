@@ -114,7 +114,27 @@ def test_what_does_not_run_is_told_with_its_reason(monkeypatch: pytest.MonkeyPat
 def test_who_comes_behind_the_winner_has_no_turn_where_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     found = serving(monkeypatch)[0]
     climbs = found.search({"baseline": None, "first": Path("a"), "second": Path("b")}, lambda text: None, 0.0)
-    assert set(climbs.best) == {"baseline", "first"} and climbs.cut_short and climbs.failed == ["second: the time ended before its best batch size was looked for"]
+    assert set(climbs.best) == {"baseline", "first"} and climbs.cut_short and climbs.failed[-1] == "second: the time ended before its best batch size was looked for"
+
+
+def test_nobody_is_tried_where_the_model_had_no_time_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow model was stopped at a small batch, and the winner raced it at a large one: "each at its best"."""
+    clock = [0.0]
+    monkeypatch.setattr("saturate.inference.serving.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    found = serving(monkeypatch)[0]
+
+    def rate(what: Any, setting: Setting, until_s: float) -> tuple[float, None]:
+        clock[0] += 0.01 if what else 1.0
+        return 100.0 * setting.batch, None
+
+    found.rate = rate
+    for deadline_s, own, other in ((5.0, 16, 16), (60.0, 4096, 4096)):
+        clock[0] = 0.0
+        climbs = found.search({"baseline": None, "int8": Path("artifact")}, lambda text: None, deadline_s)
+        assert {who: setting.batch for who, (setting, _) in climbs.best.items()} == {"baseline": own, "int8": other}
+        assert bool(climbs.failed) is (own == 16) and all(said.startswith("baseline: the time ended before its best") for said in climbs.failed)
+
+
 
 
 class Batches(World):

@@ -58,12 +58,18 @@ class Setting:
 @dataclass
 class Climbs:
     """What was measured of each, which setting was its best with how many samples per second, and what did not run. `cut_short`: of
-    somebody nothing was measured, for want of time."""
+    somebody nothing was measured, for want of time. `stopped`: whose next setting had no time."""
 
     rows: list[ThroughputRow] = field(default_factory=list)
     best: dict[str, tuple[Setting, float]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     cut_short: bool = False
+    stopped: set[str] = field(default_factory=set)
+
+    def fair(self, setting: Setting) -> bool:
+        """Whether the model itself was tried so far, or need not be: where its time ended first, it might serve more there as well."""
+        own = [row for row in self.rows if row.of == "baseline"]
+        return BASELINE not in self.stopped or (setting.batch <= max(row.batch for row in own) and setting.processes <= max(row.processes for row in own))
 
 
 def _named(who: str, setting: Setting) -> str:
@@ -230,6 +236,8 @@ class Serving:
                      until: float = until) -> float | None:
                 # The one that it came with stays: the winner was held to the limits there, in its final race; the model
                 # itself never was.
+                if not found.fair(one):
+                    return None
                 try:
                     given, over = self.rate(what, one, until if passed else 0.0)
                 except WorkerFailed as error:
@@ -239,13 +247,21 @@ class Serving:
                 passed[one] = over if passed else None
                 return given
 
-            for setting, given in climb(rate, self.batch, self.cores, lambda until=until: time.monotonic() < until, passed.__getitem__):
+            def time_left(who: str = who, until: float = until) -> bool:
+                left = time.monotonic() < until
+                found.stopped |= set() if left else {who}
+                return left
+
+            for setting, given in climb(rate, self.batch, self.cores, time_left, passed.__getitem__):
                 over = passed[setting]
                 progress(f"{_named(who, setting)}: {given:,.0f} samples/s" + (f"; {over}" if over else ""))
                 found.rows.append(ThroughputRow(of="baseline" if what is None else "rival", id="" if what is None else who, batch=setting.batch,
                                                 processes=setting.processes, samples_per_s=given, over_limit=over))
                 if over is None and given > found.best.get(who, (setting, 0.0))[1]:
                     found.best[who] = setting, given
+            if who in found.stopped:
+                found.failed.append(f"{who}: the time ended before its best setting was found" +
+                                    (", so nobody was tried beyond those that it had a turn at" if what is None else ""))
         return found
 
     def race(self, own: Setting, artifact: Path, best: Setting, deadline_s: float) -> Race:
