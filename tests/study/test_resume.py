@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tune_kit import TRAINING, Folder, no_traceback_of_ours, untouched
@@ -137,6 +138,20 @@ def test_trainings_recorded_in_another_format_are_recorded_anew(tmp_path, monkey
     before = request.surroundings()
     monkeypatch.setattr(state, "SCHEMA", state.SCHEMA + 1)
     assert request.surroundings() != before
+
+
+@pytest.mark.parametrize(("owner", "name", "found"), [
+    (state.machine, "cpu_name", "another processor"), (state.machine, "cpu_count", 1.5), (state.gpus, "driver_version", "1.2"),
+    (state.gpus, "observe", [SimpleNamespace(name="another device")]),
+], ids=["processor", "cores", "driver", "device"])
+def test_another_machine_asks_another_question(owner, name, found, tmp_path, monkeypatch):
+    """A home folder may be that of several, and a job may get another node: what one measured and recorded was gone on with on the other."""
+    request = Request([sys.executable, "train.py"], tmp_path, {}, tmp_path)
+    before = request.surroundings()
+    assert request.surroundings() == before
+    monkeypatch.setattr(owner, name, lambda *_: found)
+    other = request.surroundings()
+    assert [kind for kind in before if other[kind] != before[kind]] == ["the machine"]
 
 
 def test_another_standard_input_asks_another_question(tmp_path):

@@ -16,7 +16,8 @@ from typing import Any
 
 import saturate
 from saturate.errors import SaturateError
-from saturate.machine import fingerprint
+from saturate.machine import facts as machine
+from saturate.machine import fingerprint, gpus
 from saturate.records import sizes
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
@@ -82,7 +83,8 @@ class Request:
         return _sha256(parts)
 
     def surroundings(self) -> dict[str, str]:
-        """What the command's own program is and reads, which counts as much as the words do: a digest of each."""
+        """What the command's own program is and reads, and what it runs on, which counts as much as the words do: a digest of each. Two
+        machines may share a home folder, and a job may be put back on another one, or get fewer cores of the same."""
         program = shutil.which(self.argv[0], path=self.environment.get("PATH")) or self.argv[0]
         environment = {name: value for name, value in self.environment.items() if not _PASSING.fullmatch(name)}
         stdin, offset = standard_input.source()
@@ -91,6 +93,7 @@ class Request:
             "the format of recorded trainings": str(SCHEMA),
             "the script": self.script(),
             "the interpreter": _sha256(os.path.realpath(self.cwd / program)),
+            "the machine": _sha256([machine.cpu_name(), machine.cpu_count(), sorted(gpu.name for gpu in gpus.observe(None)), gpus.driver_version()]),
             "the environment": _sha256(sorted(environment.items())),
             "standard input": _sha256([fingerprint.digest(Path(stdin)), offset]),
         }
