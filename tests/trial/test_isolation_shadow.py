@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -170,7 +171,31 @@ def test_sqlite_uri_and_safetensors(installed):
     assert fake.safe_open("x.txt") == str(installed / "user" / "x.txt")
     Path("tokenizer.json").write_text("{}")
     there = str(installed / "shadow") + str(installed / "user" / "tokenizer.json")
-    fake = types.SimpleNamespace(memory_map=lambda path, mode: (path, mode), Tokenizer=types.SimpleNamespace(from_file=lambda path: path))
+    fake = types.SimpleNamespace(memory_map=lambda path, mode: (path, mode))
     redirect.on_pyarrow(fake)
-    redirect.on_tokenizers(fake)
-    assert fake.memory_map("tokenizer.json") == (there, "r") and fake.Tokenizer.from_file("tokenizer.json") == there
+    assert fake.memory_map("tokenizer.json") == (there, "r")
+
+
+def test_a_tokenizer_is_trained_saved_and_loaded_in_a_folder_of_the_trial(installed):
+    """By Rust, which finds no such folder: a Trainer that saves its tokenizer with a checkpoint ended as a command that fails by itself."""
+    tokenizers = pytest.importorskip("tokenizers")
+    kinds = tokenizers.Tokenizer, tokenizers.models.Model
+    before = [{name: vars(kind)[name] for name in ("from_file", "train", "save") if name in vars(kind)} for kind in kinds]
+    redirect.on_tokenizers(tokenizers)
+    try:
+        os.makedirs("checkpoint")
+        Path("corpus.txt").write_text("so it goes on and on\n" * 20)
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        made.train(["corpus.txt"], tokenizers.trainers.BpeTrainer(special_tokens=["?"], show_progress=False))
+        made.save("checkpoint/tokenizer.json", pretty=False)
+        assert tokenizers.Tokenizer.from_file("checkpoint/tokenizer.json").get_vocab() == made.get_vocab()
+        assert made.model.save("checkpoint", "old") == ["checkpoint/old-vocab.json", "checkpoint/old-merges.txt"]
+        os.remove("checkpoint/old-vocab.json")
+        assert made.model.save("checkpoint", prefix="old") and json.loads(Path("checkpoint/old-vocab.json").read_text()) == made.get_vocab()
+    finally:
+        for kind, names in zip(kinds, before):
+            for name, value in names.items():
+                setattr(kind, name, value)
+    assert sorted(os.listdir("checkpoint")) == ["old-merges.txt", "old-vocab.json", "tokenizer.json"]
+    assert "checkpoint" not in redirect.ORIGINAL["listdir"](installed / "user")

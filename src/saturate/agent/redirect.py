@@ -2,7 +2,7 @@
 
 For machines that forbid namespaces (see `trial/cage.py`). Covered: `open`, `os`, and what is built on them (pathlib,
 shutil, tempfile, numpy, pickle, zipfile, logging...), `torch.save` and TorchScript files, `sqlite3.connect`,
-safetensors. Not covered, and stopped by the guards where they are there (`trial/landlock.py`, `trial/metadata.py`): writes
+safetensors, tokenizers. Not covered, and stopped by the guards where they are there (`trial/landlock.py`, `trial/metadata.py`): writes
 and changes of mode, owner and times by other C libraries and by programs that are not Python. Standard library only.
 """
 
@@ -191,9 +191,28 @@ def on_pyarrow(module: Any) -> None:
 
 
 def on_tokenizers(module: Any) -> None:
-    """What was downloaded through Python is read by Rust."""
-    from_file = module.Tokenizer.from_file
-    module.Tokenizer.from_file = staticmethod(lambda path: from_file(for_reading(path)))
+    """Rust reads what was downloaded or made through Python, and writes a tokenizer into the folder of a checkpoint."""
+    tokenizer, model = module.Tokenizer, module.models.Model
+    from_file, train, save, save_model = tokenizer.from_file, tokenizer.train, tokenizer.save, model.save
+
+    def trained(self: Any, files: Any, *arguments: Any, **keywords: Any) -> None:
+        train(self, [for_reading(file) for file in files], *arguments, **keywords)
+
+    def saved(self: Any, path: Any, *arguments: Any, **keywords: Any) -> None:
+        save(self, for_writing(path, copy=False), *arguments, **keywords)
+
+    def model_saved(self: Any, folder: Any, *arguments: Any, **keywords: Any) -> list[str]:
+        """How many files there are, and what they are called, the kind of the model decides."""
+        import shutil
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as aside:
+            written = save_model(self, for_reading(aside), *arguments, **keywords)
+            names = map(os.path.basename, written)
+            return [shutil.move(os.path.join(aside, name), os.path.join(folder, name)) for name in names]
+
+    tokenizer.from_file = staticmethod(lambda path: from_file(for_reading(path)))
+    tokenizer.train, tokenizer.save, model.save = trained, saved, model_saved
 
 
 class _Patches:
