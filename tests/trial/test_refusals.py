@@ -51,6 +51,30 @@ def test_other_failures_stay_the_commands(tmp_path, mode, kind, log, monkeypatch
     assert refusals.by_isolation(Outcome(kind, "why"), plan(tmp_path, mode), log) is None
 
 
+@pytest.mark.parametrize(("kind", "said", "ours"), [
+    ("crashed", "FileNotFoundError: [Errno 2] No such file or directory: '{here}/out/made.bin'", True),
+    ("crashed", "RuntimeError: Not found: \"out/made.bin\": No such file or directory Error #2", True),
+    ("exited", "cp: cannot stat 'out/made.bin': No such file or directory", True),
+    ("exited", "train.sh: line 2: out/log: No such file or directory", True),          # the folder is there in the trial
+    ("crashed", "FileNotFoundError: [Errno 2] No such file or directory: 'data/corpus.txt'", False),
+    ("crashed", "FileNotFoundError: [Errno 2] No such file or directory: 'mine/corpus.txt'", False),
+    ("crashed", "FileNotFoundError: [Errno 2] No such file or directory: 'out/other.bin'", False),
+    ("crashed", "ValueError: no 'out/made.bin'", False),
+])
+@pytest.mark.parametrize("guarded", [True, False])
+def test_what_lies_in_the_trial_alone_is_missed_because_of_the_isolation(tmp_path, kind, said, ours, guarded):
+    """A library that is not Python's looked for what the script had just made, and that was called a failure of the command."""
+    (tmp_path / "mine").mkdir()
+    caged = plan(tmp_path, "intercept", guarded=guarded)
+    for folder in ("out", "mine"):
+        Path(f"{tmp_path}/shadow{tmp_path}/{folder}").mkdir(parents=True)
+    Path(f"{tmp_path}/shadow{tmp_path}/out/made.bin").touch()
+    said = said.format(here=tmp_path)
+    found = refusals.by_isolation(Outcome(kind, "why"), caged, (CRASH if kind == "crashed" else "") + said + "\n")
+    assert (found is not None and found.kind == "refused_by_isolation" and said in found.reason) is ours
+    assert refusals.by_isolation(Outcome(kind, "why"), plan(tmp_path, "overlay"), said) is None
+
+
 def test_without_a_guard_nothing_is_refused(tmp_path):
     log = CRASH + "PermissionError: [Errno 13] Permission denied\n"
     assert refusals.by_isolation(Outcome("crashed", "why"), plan(tmp_path, "intercept", guarded=False), log) is None

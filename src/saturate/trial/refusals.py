@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from saturate.trial.cage import CagePlan
+from saturate.trial.cage import SHADOW, CagePlan
 from saturate.trial.outcome import Outcome, decisive
 
 #: What the system says of a write that the cage refuses, by mode.
@@ -17,10 +17,13 @@ _GUARDED = re.compile(r"Permission denied|Operation not permitted|\[Errno 1?[13]
 _ACROSS = re.compile(r"Invalid cross-device link|\[Errno 18\]|errno = 18\b")
 _FOREIGN = re.compile(r"Value too large for defined data type|\[Errno 75\]|errno = 75\b")
 
+#: What is said of a file that lies where interception has redirected it, by who looks for it where the script made it.
+_ABSENT = re.compile(r"No such file or directory|\[Errno 2\]|errno = 2\b")
+
 _QUOTED = re.compile(r"['\"‘`]([^'\"’`\n]+)['\"’]")
 _ABSOLUTE = re.compile(r"(?<![\w./])/[^\s'\":,;)]+")
 #: As in "script.sh: line 2: out/log: Permission denied".
-_BEFORE = re.compile(r"([^:\n]+): (?:Read-only file system|Permission denied|Operation not permitted)")
+_BEFORE = re.compile(r"([^:\n]+): (?:Read-only file system|Permission denied|Operation not permitted|No such file or directory)")
 
 #: A program without a traceback says why it ends in its last lines; what it said before, it survived.
 _LAST_LINES = 8
@@ -32,10 +35,16 @@ _AS_ASKED = "if the command works without saturate, unset SATURATE_ISOLATION: ov
 
 def by_isolation(outcome: Outcome, plan: CagePlan, log: str) -> Outcome | None:
     """What to say instead of `outcome` where the cage refused what this user may do outside of it; None: it did not."""
-    if outcome.kind not in ("crashed", "exited") or (plan.mode == "intercept" and not plan.guarded):
+    if outcome.kind not in ("crashed", "exited"):
         return None
     told = decisive(log).splitlines()
     last = told if outcome.kind == "crashed" else told[-_LAST_LINES:]
+    remedy = _AS_ASKED if "SATURATE_ISOLATION=" in plan.reason else _WITHOUT_OVERLAYS
+    if plan.mode == "intercept" and (line := next(filter(lambda line: _redirected(line, plan), reversed(last)), None)):
+        return Outcome("refused_by_isolation", f"{line.strip()[:300]} (writes are intercepted here: what the script made there, C libraries and "
+                                               "programs other than Python do not find)", remedy)
+    if plan.mode == "intercept" and not plan.guarded:
+        return None
     if plan.mode == "overlay" and (line := next(filter(lambda line: _beyond_overlays(line, plan.cwd), reversed(last)), None)):
         # As where an overlay is refused from the start: who started the trial goes on in the other mode.
         return Outcome("cage_refused", f"{line.strip()[:300]} (an overlay cannot do that to what was there before the trial)", _INTERCEPTED)
@@ -47,8 +56,7 @@ def by_isolation(outcome: Outcome, plan: CagePlan, log: str) -> Outcome | None:
     if plan.mode == "overlay":
         return Outcome("refused_by_isolation", f"{line} (read-only in a trial, which does not write there for real)", _elsewhere(plan))
     return Outcome("refused_by_isolation", f"{line} (writes are intercepted here: those of C libraries, of programs other than Python and "
-                                           "of sockets are refused)",
-                   _AS_ASKED if "SATURATE_ISOLATION=" in plan.reason else _WITHOUT_OVERLAYS)
+                                           "of sockets are refused)", remedy)
 
 
 def _elsewhere(plan: CagePlan) -> str:
@@ -63,6 +71,17 @@ def _beyond_overlays(line: str, cwd: str) -> bool:
         places = [_existing(path) for path in _paths_in(line, cwd)]
         return len(places) > 1 and len({os.stat(place).st_dev for place in places}) == 1
     return bool(_FOREIGN.search(line)) and _allowed_outside(line, cwd)
+
+
+def _redirected(line: str, plan: CagePlan) -> bool:
+    """Whether the line misses something that is there in this trial alone, or whose folder is: what Python itself misses is not there
+    in that folder either."""
+    if not _ABSENT.search(line):
+        return False
+    python = "[Errno 2]" in line
+    places = {place for path in _paths_in(line, plan.cwd) for place in ((path,) if python else (path, os.path.dirname(path)))}
+    shadow = os.path.join(plan.run_dir, SHADOW)
+    return any(os.path.exists(shadow + os.path.realpath(place)) and not os.path.exists(place) for place in places)
 
 
 def _allowed_outside(line: str, cwd: str) -> bool:
