@@ -237,6 +237,57 @@ def test_a_shared_process_that_runs_out_is_replaced_and_its_single_round_forgott
     assert result.record.rounds == 4 and len(result.pairs) == 1
 
 
+BROKEN = Outcome("crashed", "ConnectionResetError: [Errno 104] Connection reset by peer")
+
+
+class Broken(Process):
+    """Its connections are closed while it stands still, before the block behind its last one."""
+
+    def run_block(self, skip, steps, cpus=()):
+        if self.left == 0:
+            self.ended = BROKEN
+            raise TrialEnded(BROKEN)
+        return super().run_block(skip, steps, cpus)
+
+
+def test_a_shared_process_that_did_not_live_through_standing_still_is_replaced():
+    """It stood still while another technique was verified or compiled, and its end was told as a command that fails when it is run again."""
+    bench = Bench(scatter=0.001, blocks=[5, 10_000], process=Broken)
+    racer = in_whole_blocks(bench)
+    racer.run("A/A", (), (), ONE_PAIR, time.monotonic() + 60, share_base=True)
+    result = racer.run("screen t", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60, share_base=True)
+    assert bench.started == ["reference", "race B", "race B", "reference", "race B"]
+    assert result.record.rounds == 4 and len(result.pairs) == 1 and racer.mode == "concurrent"
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_fails_beside_a_slow_one_runs_alone_from_then_on(share, alone):
+    """A young one stands still as well, while the other one starts."""
+    bench, why, said = Bench(scatter=0.001, blocks=[1, 10_000, 10_000 if alone else 1, 10_000], process=Broken), [], []
+    bench.say = said.append
+    racer = in_whole_blocks(bench)
+    racer.on_crowded = lambda reason: (why.append(reason), racer.alternate())
+    if alone:
+        result = racer.run("q", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60, share_base=share)
+        assert result.record.pairs == 1 and result.record.rounds == 10 and racer.mode == "alternate"
+        assert why == [f"it failed beside another of its kind ({BROKEN.reason})"] and "baseline failed beside" in said[0]
+    else:
+        with pytest.raises(TrialEnded) as ended:
+            racer.run("q", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60, share_base=share)
+        assert ended.value.side == "a" and ended.value.outcome == BROKEN and why == [] and racer.mode == "concurrent"
+    assert bench.started[2] == "race A alone"
+
+
+def test_who_wants_two_at_once_and_a_technique_that_fails_are_told_so():
+    for side, broken in (("a", [1, 10_000]), ("b", [10_000, 1])):
+        racer = in_whole_blocks(Bench(scatter=0.001, blocks=broken, process=Broken))
+        racer.on_crowded = None if side == "a" else lambda reason: pytest.fail(reason)
+        with pytest.raises(TrialEnded) as ended:
+            racer.run("q", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60)
+        assert (ended.value.side, ended.value.outcome) == (side, BROKEN)
+
+
 @pytest.mark.parametrize("mode", ["concurrent", "alternate"])
 def test_rounds_of_a_script_that_ended_count(mode):
     assert in_whole_blocks(Bench(blocks=[3]), mode).run("q", (), (), ONE_PAIR, time.monotonic() + 60).record.rounds == 3

@@ -3,7 +3,8 @@
 Two modes. `concurrent`: both processes of a pair live, one frozen while the other runs its block, in the order A B, B A,
 A B; on a CPU, a block is cut into short turns. `alternate`, for when memory does not hold two: each process runs all its rounds
 alone, A B, B A by pairs; its n-th block is compared with the other's n-th. A process that runs out of memory beside the other one
-is run again, alone: only what it needs itself counts against it.
+is run again, alone: only what it needs itself counts against it. So is A where it fails: it stands still while B starts and runs, for
+minutes where that one compiles, and connections are closed meanwhile. Shared by several races, it is replaced by a young one first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from saturate.measure import race, stationary
 from saturate.measure.race import Decision, Limits
 from saturate.records.result import RaceRecord
 from saturate.study.bench import Bench, Live, on_side
-from saturate.study.candidates import Set, key
+from saturate.study.candidates import Set, key, names
 from saturate.study.race_blocks import (
     begin_alike,
     believe,
@@ -53,6 +54,9 @@ ADD = Limits(max_pairs=5, min_rounds=4, max_rounds=12)
 
 #: What the user is told when a process that shared the memory is run again.
 ONCE_MORE = "  out of memory beside another process of its kind: once more, alone"
+
+#: Ends of what trained before, and stood still for longer than its connections, or a watchdog of its own, allow.
+STOOD_STILL = ("crashed", "exited", "killed_by_signal", "hung")
 
 #: Rounds of a pair in alternate mode, where none can be added later.
 ALTERNATE_ROUNDS = 10
@@ -232,16 +236,12 @@ class Racer:
             self.drop_base()
         older = share_base and self.base(a) is not None
         try:
-            self._concurrent(a, b, share_base, pair)
+            self._beside(a, b, share_base, pair, older)
             again = older and self._base_drifts()
         except TrialEnded as ended:
-            if self.may_be_crowded(ended):
-                pair.forget()
-                self._alone(ended, a, b, pair)
-                return
-            # The shared process ran out of steps in somebody else's race, or has come to a part of the training that is other work
-            # than what a young one does: start another one.
-            again = ended.outcome.kind == "too_short" if ended.side == "a" else older and ended.outcome.kind == "trains_otherwise"
+            # The shared process ran out of steps in somebody else's race, has not lived through standing still for so long, or has come
+            # to a part of the training that is other work than what a young one does: start another one.
+            again = older or ended.outcome.kind == "too_short" if ended.side == "a" else older and ended.outcome.kind == "trains_otherwise"
             again = again and share_base
             if not again:
                 raise
@@ -252,15 +252,32 @@ class Racer:
                 # What there is is not kept instead: it would call a technique faster, or slower, for being younger than the other one.
                 # No result is better than that, and says what it is.
                 raise TrialEnded(NO_TIME_FOR_ANOTHER)
-            self._concurrent(a, b, share_base, pair)
+            self._beside(a, b, share_base, pair)
 
-    def _alone(self, ended: TrialEnded, a: Set, b: Set, pair: Pair) -> None:
-        """The pair once more, one process at a time, first the one that ended so. Raises TrialEnded where that one needs too much by
-        itself: then others may still live side by side."""
-        self.bench.say(ONCE_MORE)
+    def _beside(self, a: Set, b: Set, share_base: bool, pair: Pair, older: bool = False) -> None:
+        """The pair with both processes living; once more, one at a time, where one ran out of memory, or where A failed, which runs without
+        B. `older`: A has stood still for longer than beside this B, and a young one may live."""
+        try:
+            self._concurrent(a, b, share_base, pair)
+        except TrialEnded as ended:
+            if self.may_be_crowded(ended):
+                self._alone(ended, a, b, pair, ONCE_MORE)
+                self.tell_crowded(ended.outcome)
+                return
+            # Against itself it was raced before, which the study looks at by itself.
+            stood_still = ended.side == "a" and not older and key(a) != key(b) and ended.outcome.kind in STOOD_STILL
+            if not stood_still or self.mode != "concurrent" or self.on_crowded is None:
+                raise
+            self._alone(ended, a, b, pair, f"  {names(a)} failed beside another process of its kind ({ended.outcome.reason}): once more, alone")
+            self.on_crowded(f"it failed beside another of its kind ({ended.outcome.reason})")
+
+    def _alone(self, ended: TrialEnded, a: Set, b: Set, pair: Pair, why: str) -> None:
+        """The pair once more, one process at a time, first the one that ended so. Raises TrialEnded where that one fails by itself as
+        well: then others may still live side by side."""
+        pair.forget()
+        self.bench.say(why)
         self.drop_base()
         self._alternate(a, b, pair, ended.side)
-        self.tell_crowded(ended.outcome)
 
     def _concurrent(self, a: Set, b: Set, share_base: bool, pair: Pair) -> None:
         first, second = self._both(a, b, share_base)
