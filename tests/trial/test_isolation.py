@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sqlite3
@@ -290,6 +291,48 @@ def test_another_disk_is_covered_too(world):
         capture_output=True, text=True, timeout=60, check=False,
     )
     assert done.stdout == "overlay user ['ckpt', 'user.txt']  ['user.txt'] user\n", done.stderr
+
+
+_WITH_ANOTHER_PROC = """
+import os, sys
+sys.path[:0] = [sys.argv[1], sys.argv[2]]
+from pathlib import Path
+from saturate.trial import mounts, planning
+from isolation_kit import run_caged
+mounts.unshare(mounts.NEWNS)
+mounts.mount("none", "/", None, mounts.MS_REC | mounts.MS_PRIVATE)
+work = Path(sys.argv[3])
+mounts.mount("proc", sys.argv[4], "proc", 0)
+argv = [sys.executable, "train.py"]
+plan = planning.plan(work, work / ".saturate" / "runs" / "one", argv, os.environ)
+done = run_caged(plan, argv, dict(os.environ))
+print(plan.mode, done.stdout.strip(), done.stderr, (work / "new.txt").exists())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount another /proc for the test")
+@needs_overlays
+@pytest.mark.parametrize(("at", "mode", "written"), [("elsewhere", "overlay", errno.EROFS), ("home/.cache", "intercept", 0)])
+def test_a_file_system_that_takes_no_overlay_costs_the_others_none(world, at, mode, written):
+    """/boot/efi of most machines is FAT: all trials of root were intercepted for it. A /proc takes none either."""
+    place = world["work"].parent / at
+    place.mkdir(parents=True)
+    script(world["work"], "train.py", f"""
+        import os
+        open("new.txt", "w").write("relative")
+        try:
+            written = os.close(os.open({str(place / "self" / "comm")!r}, os.O_WRONLY)) or 0
+        except OSError as error:
+            written = error.errno
+        print(written)
+    """)
+    driver = script(world["work"], "driver.py", _WITH_ANOTHER_PROC)
+    source = str(Path(planning.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, str(driver), source, str(Path(__file__).parent), str(world["work"]), str(place)],
+        capture_output=True, text=True, timeout=60, check=False, env={"HOME": str(world["home"]), "PATH": os.environ["PATH"]},
+    )
+    assert done.stdout == f"{mode} {written}  False\n", done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can lower the limit in a namespace of its own")

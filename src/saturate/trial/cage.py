@@ -3,7 +3,7 @@
 Mode "overlay" gives the trial a mount namespace of its own. Folders are covered by overlayfs, whose upper layers lie in
 the run folder; everything else is read-only. Two layouts:
 
-    root    one overlay on `/` and one on every other writable file system, entered with pivot_root
+    root    one overlay on `/` and one on every other writable file system that takes one, entered with pivot_root
     user    a user namespace that maps this one id to itself; overlays on the folders that this user can write
             (home, /tmp, working directory, output folders, and others that `elsewhere` finds); an overlay on a folder of
             another owner would fail with EOVERFLOW, so the rest is read-only
@@ -224,10 +224,21 @@ class _Stage:
                 self._bind(mount.at, mount.at, recursive=True)
             elif mount.read_only or mount.at == "/run" or not os.path.isdir(mount.at):
                 self._bind(mount.at, mount.at)      # /run: an overlay would cut off the sockets of services
-            else:
-                self._overlay(mount.at, [self._handle(mount.at)])
+            elif self._covered(mount.at):
                 writable.append(mount.at)
         return writable
+
+    def _covered(self, at: str) -> bool:
+        """Whether a mount could be overlaid. Of a file system that overlayfs refuses (FAT, as at /boot/efi) the rest need not suffer: it can
+        be read, and a write fails. Not where every script may write."""
+        try:
+            self._overlay(at, [self._handle(at)])
+        except OSError:
+            if any(_inside(path, at) for path in (self.plan.cwd, "/tmp", "/var/tmp", *self.plan.caches)):
+                raise
+            self._bind(at, at)
+            return False
+        return True
 
     def _shared_memory(self) -> list[str]:
         """A /dev/shm of its own, as large as the real one, so that segments die with the trial; data that the user
