@@ -78,3 +78,28 @@ def test_folders_behind_a_link_or_a_working_directory_of_the_trial_are_not_empty
 def test_temporary_files_lie_in_the_run_folder_whatever_the_command_says(work, in_front):
     folder = Path(intercepted(work, "import os, tempfile; print(tempfile.gettempdir())", *in_front).strip())
     assert folder == work / ".saturate" / "t" / "tmp" or folder.name.startswith("saturate-")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_downloaded_into_a_home_without_caches_is_there_for_the_next_trial_and_for_all_of_python(work, kept):
+    """Each trial downloaded it anew, and a model's own code could not be imported from there."""
+    if kept:
+        (work.parent / ".cache").mkdir()
+    code = """
+        import os, pathlib, sys
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "modules"
+        print(cache.exists(), end=" ")
+        cache.mkdir(parents=True, exist_ok=True)
+        (cache / "downloaded.py").write_text("answer = 42")
+        sys.path.insert(0, str(cache))
+        import downloaded
+        print(downloaded.answer, cache.is_relative_to(pathlib.Path.home() / ".cache"))
+        if cache.is_relative_to(pathlib.Path.home() / ".cache"):
+            (cache / "downloaded.py").unlink(), cache.rmdir()
+    """
+    assert intercepted(work, code) == f"False 42 {kept}\n"
+    assert intercepted(work, code) == f"{not kept} 42 {kept}\n"
+    chosen = {"XDG_CACHE_HOME": str(work / "mine")}
+    (work / "mine").mkdir()
+    assert planning.plan(work, work / ".saturate" / "t", ["python"], {"HOME": str(work.parent), planning.OVERRIDE: "intercept"} | chosen
+                         ).environment.get("XDG_CACHE_HOME") is None

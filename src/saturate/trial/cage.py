@@ -63,6 +63,7 @@ class CagePlan(NamedTuple):
     guarded: bool = False               # mode "intercept": Landlock is there
     attributes: bool = False            # mode "intercept": the supervisor answers for changes of mode, owner and times
     environment: dict[str, str] = {}    # variables for the workload
+    intercepted: dict[str, str] = {}    # mode "intercept": more of them
 
     def to_json(self) -> str:
         return json.dumps(self._asdict())

@@ -97,6 +97,7 @@ def plan(
         lower_caches=str(lower_caches.resolve()) if lower_caches else None,
         passthrough=_sockets(environ),
         environment=environment,
+        intercepted=_cache_in_study(environ, shared),
     )
     wanted = environ.get(OVERRIDE) or os.environ.get(OVERRIDE, "")
     if wanted == "intercept":
@@ -145,7 +146,7 @@ def as_intercept(plan: CagePlan, reason: str) -> CagePlan:
     return plan._replace(
         mode="intercept", reason=f"writes are intercepted: {reason}; {guards()}", guarded=guarded, attributes=attributes, scratch=scratch,
         # What is imported is compiled and kept beside its source, and Python writes that past `os`: see `agent/redirect.py`.
-        environment=plan.environment | {"TMPDIR": scratch, "PYTHONDONTWRITEBYTECODE": "1"},
+        environment=plan.environment | plan.intercepted | {"TMPDIR": scratch, "PYTHONDONTWRITEBYTECODE": "1"},
     )
 
 
@@ -271,6 +272,14 @@ def _caches(environ: Mapping[str, str], study_dir: Path, named: Iterable[Path] =
         if not any(path != other and _below(path, other) for other in found) and not _below(path, study_dir)
         and not _below(study_dir, path)     # a study inside a cache folder: it cannot be a layer of itself
     ))
+
+
+def _cache_in_study(environ: Mapping[str, str], shared: Path) -> dict[str, str]:
+    """Mode "intercept", a home without a folder of caches, as in fresh containers: a new one would be in the shadow of each trial, which
+    would download all of it again, where C libraries and Python's own import do not find it."""
+    home = Path(environ.get("HOME") or os.path.expanduser("~"))
+    there = environ.get("XDG_CACHE_HOME") or (home / ".cache").is_dir()
+    return {} if there else {"XDG_CACHE_HOME": str(shared / "home")}
 
 
 def _real(path: Path) -> Path:
