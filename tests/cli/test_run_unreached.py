@@ -38,7 +38,10 @@ def said(tmp_path: Path, clean_environment: dict[str, str]):
     (("env", "-uPYTHONPATH", "python3", "-c", "1"), ""),        # what it takes out is put in again
     (("env", "-S", "python3 -c 1"), "the options of env are not all known here"),
     (("sudo", "python3", "-c", "1"), "sudo clears the environment"),
-    (("sudo", "-E", "python3", "-c", "1"), ""),
+    (("sudo", "-E", "python3", "-c", "1"), "sudo takes PYTHONPATH out of the environment"),         # it is in the list of what -E does not keep
+    (("sudo", "--preserve-env", "python3", "-c", "1"), "sudo takes PYTHONPATH out of the environment"),
+    (("sudo", "--preserve-env=HOME", "python3", "-c", "1"), "sudo clears the environment"),
+    (("sudo", "--preserve-env=PYTHONPATH,SATURATE_PLAN", "python3", "-c", "1"), ""),
     (("docker", "run", "image", "python3", "t.py"), "docker run does not hand on the environment"),
     (("ssh", "host", "python3 t.py"), "ssh does not hand on the environment"),
 ])
@@ -51,7 +54,7 @@ def test_what_stands_on_the_command_line(command, expected, said):
     ("export PYTHONPATH=$PWD/src", True), ("PYTHONPATH=. python3 -c 1", True), ("export PYTHONPATH=$(pwd)", True), ("unset PYTHONPATH", True),
     ("env A=1 PYTHONPATH=src python3 -c 1", True), ("export PYTHONPATH=$PWD/src:$PYTHONPATH", False), ("export PYTHONPATH=$(pwd):${PYTHONPATH:-}", False),
     ("PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} python3 -c 1", False), ("echo PYTHONPATH=.", False), ("MY_PYTHONPATH=. true", False),
-    ("sudo python3 -c 1", True),
+    ("sudo python3 -c 1", True), ("sudo -E python3 -c 1", True),
 ])
 @pytest.mark.parametrize("options", [(), ("-e",)])
 def test_a_script_that_takes_the_recipe_off_the_path(line, told, options, tmp_path, said):

@@ -152,6 +152,7 @@ def test_what_a_trial_needs_is_there_behind_a_cleared_environment(command, scrip
 @pytest.mark.parametrize("command", [
     ("srun", "python", "train.py"), ("timeout", "9", "/usr/bin/srun", "python", "train.py"), ("sbatch", "train.sh"), ("ssh", "host", "python", "train.py"),
     ("docker", "run", "image", "python", "train.py"), ("podman", "exec", "here", "python", "train.py"), ("systemd-run", "--user", "python", "train.py"),
+    ("docker", "compose", "-f", "train.yml", "up", "trainer"), ("docker", "start", "-a", "trainer"), ("docker-compose", "run", "trainer"), ("qsub", "train.sh"),
 ])
 def test_a_command_that_a_service_starts_is_refused_before_it_begins(command, tmp_path):
     with pytest.raises(UsageError) as refused:

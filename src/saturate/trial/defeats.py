@@ -21,8 +21,8 @@ _KEEPS_PATH = re.compile(r"PYTHONPATH=.*\$\{?PYTHONPATH\b")
 #: Programs that have a daemon start their command, by the words that make them do so (none: they always do), and whether it gets the
 #: environment that they were started with.
 _DAEMONS: dict[str, tuple[tuple[str, ...], bool]] = {
-    "srun": ((), True), "sbatch": ((), True), "ssh": ((), False), "docker": (("run", "exec"), False), "podman": (("run", "exec"), False),
-    "systemd-run": ((), False),
+    "srun": ((), True), "sbatch": ((), True), "qsub": ((), False), "bsub": ((), True), "ssh": ((), False), "systemd-run": ((), False),
+    **dict.fromkeys(("docker", "podman", "nerdctl", "docker-compose", "podman-compose"), (("run", "exec", "start", "up"), False)),
 }
 #: What may stand in front of those.
 _WRAPPERS = ("env", "nice", "ionice", "nohup", "setsid", "stdbuf", "sudo", "taskset", "time", "timeout")
@@ -56,7 +56,9 @@ def not_handed_on(argv: list[str]) -> str | None:
 
     >>> not_handed_on(["sudo", "-u", "me", "python", "t.py"])
     'sudo clears the environment'
-    >>> not_handed_on(["sudo", "-E", "python", "t.py"]) is not_handed_on(["env", "-i", "python", "t.py"]) is None
+    >>> not_handed_on(["sudo", "-E", "python", "t.py"])
+    'sudo takes PYTHONPATH out of the environment, with -E as well'
+    >>> not_handed_on(["sudo", "--preserve-env=PYTHONPATH,SATURATE_PLAN", "python", "t.py"]) is not_handed_on(["env", "-i", "python", "t.py"]) is None
     True
     """
     elsewhere = starts_elsewhere(argv)
@@ -68,8 +70,11 @@ def not_handed_on(argv: list[str]) -> str | None:
     sudo = next((place for place, word in enumerate(in_front) if Path(word).name == "sudo"), None)
     if sudo is None or any(Path(word).name not in _WRAPPERS for word in in_front[:1]):
         return None
-    kept = any(word.startswith("--preserve-env") or re.match(r"-[a-zA-Z]*E", word) for word in in_front[sudo:])
-    return None if kept else "sudo clears the environment"
+    asked = next((word.partition("=")[2] for word in in_front[sudo:] if word.startswith("--preserve-env=")), "")
+    if {"PYTHONPATH", "SATURATE_PLAN"} <= set(asked.split(",")):
+        return None
+    whole = any(word == "--preserve-env" or re.match(r"-[a-zA-Z]*E", word) for word in in_front[sudo:])
+    return "sudo takes PYTHONPATH out of the environment, with -E as well" if whole else "sudo clears the environment"
 
 
 def in_first_line(script: str) -> str | None:
@@ -128,5 +133,5 @@ def _defeat(command: list[str], line: str) -> str | None:
     if any(word.startswith("PYTHONPATH=") for word in in_front) and not _KEEPS_PATH.search(line):
         return "sets PYTHONPATH without what it holds (PYTHONPATH=.:$PYTHONPATH keeps that)"
     if command[:1] == ["sudo"] and any(map(is_python, command)):
-        return not_handed_on(command) and "starts Python by sudo, which clears the environment"
+        return not_handed_on(command) and "starts Python by sudo, which takes PYTHONPATH out of the environment"
     return None
