@@ -284,6 +284,28 @@ def test_parameters_and_buffers_that_stand_in_for_one_call():
     assert all(map(torch.equal, plain, ours)) and engine.phase == "following" and engine.recomputed > 6
 
 
+@pytest.mark.parametrize("options", ALL, ids=lambda options: f"{options.mode}-{options.every}")
+def test_running_statistics_that_rest_while_it_is_measured(options):
+    """Normalizations in evaluation mode at first, as of a frozen backbone: later each forward counts once, too."""
+    def trained(given):
+        torch.manual_seed(0)
+        model = Stack(Normed).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.003)
+        engine = engine_of(Context(torch), model, given, optimizer) if given else None
+        for step in range(7):
+            for part in model.modules():
+                if isinstance(part, torch.nn.BatchNorm1d):
+                    part.train(step > 3)
+            optimizer.zero_grad()
+            model(torch.randn(3, 7, 4)).square().mean().backward()
+            optimizer.step()
+        return model.state_dict(), engine
+
+    (plain, _), (ours, engine) = trained(None), trained(options)
+    assert engine.phase == "following" and engine.recomputed > 6
+    assert [name for name in plain if not torch.equal(plain[name], ours[name])] == []
+
+
 def test_forwards_that_torch_func_differentiates_run_plainly():
     def gradients(options):
         torch.manual_seed(0)
@@ -537,6 +559,25 @@ def test_larger_inputs_recompute_more(rows, width, alive):
     least = peak(Run(Stack, Options(mode="blocks")), alive, rows, width)
     assert needed <= max(budget, least)
     assert (list(ours.engine.modes).count("keep") < few) is (rows * width > 21)
+
+
+def test_layers_that_are_trained_later_stay_within_the_budget(alive):
+    """Frozen while it is measured, they save nothing."""
+    torch.manual_seed(0)
+    model = Stack().train()
+    first = [model.stem, *model.blocks[:4]]
+    for part in first:
+        part.requires_grad_(False)
+    run = types.SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.003))
+    budget = int(0.8 * peak(run, alive))
+    engine = engine_of(Context(torch), model, Options(budget_bytes=budget), run.optimizer)
+    for _ in range(3):
+        peak(run, alive)
+        run.optimizer.step()
+    assert engine.phase == "following" and peak(run, alive) <= budget
+    for part in first:
+        part.requires_grad_(True)
+    assert peak(run, alive) <= max(budget, peak(Run(Stack, Options(mode="blocks")), alive))
 
 
 def test_a_budget_that_cannot_be_met_or_needs_nothing_is_said():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from saturate.techniques._api import NotApplied
 from saturate.techniques._budget import KEEP, OPERATORS, WHOLE, Cost, Profile, Visit, headline
 from saturate.techniques._inputs import growth, marked, shapes, without_cache
 from saturate.techniques._interrupts import from_signal_handler
-from saturate.techniques._replay import checkpointed, why_not_arguments
+from saturate.techniques._replay import buffers, checkpointed, why_not_arguments
 from saturate.techniques._surroundings import Surroundings
 from saturate.techniques._weakly import weakly
 
@@ -42,8 +43,14 @@ class Block:
         self.outlived = False           # whether the refusal is that its surroundings changed between its forward and the backward
         self.traces: dict[Any, _activations.Trace] = {}     # by the shapes of its arguments
         self.buffers: set[tuple[str, str]] = set()
+        self.flags: set[tuple[bool, ...]] = set()       # of its parts, in forwards of which it is known what they change
         self.operators_why_not = ""
         self.forward_ns: list[float] = []
+
+    def changes(self, module: Any) -> tuple[tuple[str, str], ...]:
+        """The buffers that a forward may change: all of them with other parts in training mode than were seen, as running statistics
+        that rested at first."""
+        return tuple(self.buffers) if _flags(module) in self.flags else buffers(module)
 
 
 class Checkpointing:
@@ -61,6 +68,7 @@ class Checkpointing:
         self._plans: dict[float, Sequence[str]] = {}
         self._roots: set[int] = set()
         self._shapes: dict[int, tuple[Any, ...]] = {}
+        self._trained: set[tuple[Any, ...]] = set()     # by root, which parameters were in the measured step
         self._storages = _activations.Storages(self.torch)
         self._parameters: set[int] = set()
         self._passes: list[tuple[Visit, ...]] = []
@@ -171,7 +179,9 @@ class Checkpointing:
             else:
                 return self._measured_root(inner, module, args, kwargs)
         if self.phase == "following":
-            self.modes = self._modes_for(growth(self._shapes.get(id(module)), shapes((args, kwargs), self.torch)))
+            known = _trained(module) in self._trained or id(module) not in self._roots
+            more = growth(self._shapes.get(id(module)), shapes((args, kwargs), self.torch)) if known else math.inf
+            self.modes = self._modes_for(more)
         return inner(module, *args, **kwargs)
 
     def _wrap_block(self, block: Block, inner: Any) -> Any:
@@ -187,7 +197,7 @@ class Checkpointing:
             if mode == KEEP or why_not_arguments((*args, *kwargs.values()), torch):
                 return inner(module, *args, **kwargs)
             contexts = self._keep_products if mode == OPERATORS else None
-            return checkpointed(torch, inner, module, args, kwargs, tuple(block.buffers), contexts, self._replayed)
+            return checkpointed(torch, inner, module, args, kwargs, block.changes(module), contexts, self._replayed)
 
         return forward
 
@@ -214,6 +224,7 @@ class Checkpointing:
 
         self._forwards += 1
         self._shapes[id(module)] = shapes((args, kwargs), self.torch)
+        self._trained.add(_trained(module))
         self._depth += 1
         infer = checkpoint._infer_device_type
 
@@ -279,6 +290,7 @@ class Checkpointing:
             block.traces[signature] = trace
         block.forward_ns.append(watch.ns())
         block.buffers.update(trace.buffers)
+        block.flags.add(_flags(module))
         block.operators_why_not = block.operators_why_not or trace.operators_why_not
         given = self._storages.keys((args, kwargs))
         results = self._storages.keys(output)
@@ -395,7 +407,8 @@ class Checkpointing:
         self.refuse(reason)
 
     def _modes_for(self, growth: float) -> Sequence[str]:
-        growth = max(1.0, -(-growth * 8 // 1) / 8)      # few different plans, each for at least its size
+        if growth < math.inf:       # that is of layers that did not train when this was measured: nobody knows what they save
+            growth = max(1.0, -(-growth * 8 // 1) / 8)      # few different plans, each for at least its size
         if growth not in self._plans:
             try:
                 self._plans[growth] = self.plan(self.profile, growth)
@@ -415,6 +428,15 @@ def _must_run_plainly(torch: Any) -> bool:
             or _common.in_forward_mode(torch)
             or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
             or _common.capturing(torch))
+
+
+def _flags(module: Any) -> tuple[bool, ...]:
+    return tuple(part.training for part in module.modules())
+
+
+def _trained(module: Any) -> tuple[Any, ...]:
+    """Which of a module's parameters are: what their layers save hangs on it."""
+    return id(module), tuple(parameter.requires_grad for parameter in module.parameters())
 
 
 def _cost(block: Block, blocks: Sequence[Block], looking_ns: float | None) -> Cost:
