@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -1156,6 +1157,23 @@ def test_hooks_on_parameters_see_the_whole_gradient_once():
         model(x).square().sum().backward()
     assert len(seen[plain]) == len(seen[tuned]) == 2
     assert torch.allclose(plain.layers[0].weight.grad, tuned.layers[0].weight.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("technique", [micro_batch, dynamic_batch])
+def test_hooks_on_parameters_that_are_not_used(technique):
+    """Nothing calls them, as in a graph of the script's own: most could do nothing with None."""
+    plain, tuned = twins()
+    hooks = {}
+    for model in (plain, tuned):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hooks[parameter] = clip = functools.partial(torch.clamp, max=0.01)
+                parameter.register_hook(clip)
+    expected, _ = regression(plain)
+    losses, context = regression(tuned, technique=technique)
+    assert technique.TECHNIQUE.id in context.notes
+    assert losses == pytest.approx(expected, rel=1e-11) and tuned.unused.weight.grad is None
+    assert all(hook is hooks[p] for p in tuned.parameters() if p.requires_grad for hook in p._backward_hooks.values())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

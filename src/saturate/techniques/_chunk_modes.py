@@ -176,6 +176,29 @@ def hooks_set_aside(parameters: list[Any]) -> Iterator[None]:
             hooks.update(entries)
 
 
+def deaf_to_none(parameters: list[Any], gradients: list[Any], torch: Any) -> None:
+    """For the rest of this backward pass: autograd calls the hooks of all that our node was given, with None where a parameter has no
+    gradient. In a graph of the script's own that parameter would not be met."""
+    kept = [(hooks, key, hook, functools.partial(_unless_none, hook))
+            for p, gradient in zip(parameters, gradients) if gradient is None and (hooks := p._backward_hooks)
+            for key, hook in hooks.items() if getattr(hook, "func", None) is not _unless_none]      # of another forward, in the same pass
+    if not kept:
+        return
+    for hooks, key, _, ours in kept:
+        hooks[key] = ours
+
+    def restore() -> None:
+        for hooks, key, hook, ours in kept:
+            if hooks.get(key) is ours:      # the script may have removed it
+                hooks[key] = hook
+
+    torch.autograd.Variable._execution_engine.queue_callback(restore)
+
+
+def _unless_none(hook: Any, gradient: Any) -> Any:
+    return None if gradient is None else hook(gradient)
+
+
 # -- reductions ------------------------------------------------------------------------------------------------------
 
 #: Losses of torch.nn.functional whose mean is over all entries of their input, unless they divide by given weights.

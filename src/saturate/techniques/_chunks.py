@@ -27,6 +27,7 @@ from saturate.techniques._chunk_modes import (
     Held,
     Randomness,
     agrees,
+    deaf_to_none,
     devices_of,
     drawing_again,
     glimpse,
@@ -401,6 +402,7 @@ def chunked_forward(torch: Any) -> Any:
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
             found = ctx.call.backward(lambda: list(ctx.saved_tensors[:ctx.count]), list(gradients))
+            deaf_to_none(ctx.call.parameters, found[ctx.count:], torch)
             return None, None, *found
 
     return ChunkedForward
