@@ -1176,6 +1176,29 @@ def test_hooks_on_parameters_that_are_not_used(technique):
     assert all(hook is hooks[p] for p in tuned.parameters() if p.requires_grad for hook in p._backward_hooks.values())
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize("technique", [micro_batch, dynamic_batch])
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
+def test_parameters_without_a_gradient_that_ddp_looks_for(options, technique, capfd):
+    """All parameters are inputs of our node: their gradients would be zeros, by which momentum and weight decay move them."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        plain, tuned = twins()
+        for model in (plain, tuned):
+            wrapped = torch.nn.parallel.DistributedDataParallel(model.train(), **options)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+            if model is tuned:
+                technique.apply(context_of(model), technique.Options())
+            for step in range(4):
+                optimizer.zero_grad()
+                wrapped(torch.randn(8, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+                optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(tuned.unused.weight, plain.unused.weight) and largest_difference(plain, tuned) < 1e-6
+    assert "some of its parameters have no gradient" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_models(reentrant):
     from torch.utils.checkpoint import checkpoint
