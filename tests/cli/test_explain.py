@@ -44,6 +44,16 @@ def test_every_limit_has_a_meaning():
     assert set(explain.LIMITS) == set(typing.get_args(Limit))
 
 
+def test_what_is_no_difference_may_be_slower():
+    """Seen in docs/public-scripts.md: "no difference: compile -22%", and here "too small to matter"."""
+    from saturate.measure import race
+
+    slower = race.Estimate(log_ratio=-0.15, low=-0.36, high=0.01, pairs=3, rounds=18)
+    assert race.verdict(slower) == "no_difference"
+    for said in (explain.VERDICTS["no_difference"], explain.FATES["no_difference"]):
+        assert "too small" not in said and "changes the step time by less" not in said and ("slower" in said or "loses" in said)
+
+
 @pytest.mark.parametrize(("explained", "printed"), [
     (explain.VERDICTS, typing.get_args(result.Verdict)), (explain.FATES, typing.get_args(result.Fate)),
     (_meanings.FIT_VERDICTS, typing.get_args(fit.FitVerdict)), (_meanings.FIT_SIZES, typing.get_args(fit.SizeOutcome)),

@@ -13,8 +13,8 @@ from saturate.cli._output import paint, table
 
 VERDICTS = {
     "faster": "The whole confidence interval of the speed-up lies above the threshold (2 % unless you chose another).",
-    "no_difference": "The interval lies between slower and faster by less than the threshold: if there is a difference, it is "
-                     "too small to matter. More rounds would not change that.",
+    "no_difference": "The whole interval lies below the threshold, so there is no gain that counts. It may be slower: `slower` is said only "
+                     "where that is certain as well. More rounds would hardly change that.",
     "slower": "The whole confidence interval lies on the slow side of the threshold.",
     "inconclusive": "The interval is too wide to tell. A quieter machine, a larger --budget or a longer run would decide it.",
 }
@@ -23,7 +23,7 @@ FATES = {
     "kept": "In the recipe. It was faster, or a memory limit is not kept without it, and the training with it verified. While the budget "
             "lasted, the final set was then raced without it, and nothing showed that the set is as fast so; the reason beside it "
             "holds that race, or says that it was not checked. The one added last needs none: its own race was that.",
-    "no_difference": "Tried and measured: it changes the step time by less than the threshold.",
+    "no_difference": "Tried and measured: it gains less than the threshold, or loses. The interval beside it says how much.",
     "slower": "Tried and measured: the step takes longer with it.",
     "inconclusive": "Tried, but the measurement could not decide within the budget.",
     "rejected_numerics": "Tried, but the training is no longer the same within its numerics class. The report shows which metric "

@@ -31,7 +31,7 @@ FATES = {
 #: What each fate but `kept` means, for somebody who reads it for the first time.
 MEANINGS = {
     "dominated": "It is within the budget and the limits; the one that was kept is better by the objective.",
-    "no_difference": "It differs from the model's own, in what the objective asks for, by too little to matter.",
+    "no_difference": "It gains too little over the model as it is, in what the objective asks for, to matter, or it loses.",
     "slower": "Slower than the model as it is, or than a better one that was known already: then it was not scored.",
     "inconclusive": "The race could not decide: the machine was too noisy, or the time ended.",
     "undecided": "The samples of the check are too few to say whether it is within the budget.",
