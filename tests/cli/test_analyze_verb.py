@@ -587,6 +587,8 @@ def test_findings_of_several_devices_are_merged():
     assert [
         each.id for each in _analysis.merged([(one, [finding("nothing-to-gain", None)]), (two, [finding("b", 1.3)])])
     ] == ["b"]
+    unknown = _analysis.merged([(one, [finding("a", 1.2), finding("b", 1.05), finding("c", None)])])
+    assert [each.id for each in unknown] == ["a", "c", "b"], "what is worth next to nothing comes last, as the page says"
     both = [(one, [finding("nothing-to-gain", None)]), (two, [finding("nothing-to-gain", None)])]
     assert [each.id for each in _analysis.merged(both)] == ["nothing-to-gain"]
 

@@ -244,7 +244,7 @@ def with_peers(
 
 
 def merged(found: Sequence[tuple[Device, Sequence[Finding]]]) -> list[Finding]:
-    """Each finding once, as the device shows it that has most to gain; ranked by bound, those without one last."""
+    """Each finding once, as the device shows it that has most to gain, in the order of the rules' registry."""
     best: dict[str, tuple[Device, Finding]] = {}
     count: dict[str, int] = {}
     for device, findings in found:
@@ -261,7 +261,7 @@ def merged(found: Sequence[tuple[Device, Sequence[Finding]]]) -> list[Finding]:
         else finding
         for id, (device, finding) in best.items()
     ]
-    return sorted(shown, key=lambda finding: -(finding.bound or 0.0))
+    return sorted(shown, key=rules.rank)
 
 
 def _shown_by(device: Device, count: int, devices: int) -> str:

@@ -43,7 +43,7 @@ def detect(seen: Observations, known_techniques: frozenset[str]) -> list[Finding
     """
     found = [finding for module in load().values() if (finding := _ask(module, seen)) is not None]
     found = [finding for finding in found if finding.id != ALONE] or found
-    return [_with_techniques(finding, known_techniques) for finding in sorted(found, key=_rank)]
+    return [_with_techniques(finding, known_techniques) for finding in sorted(found, key=rank)]
 
 
 def judges(id: str, analysis: Analysis) -> bool:
@@ -79,7 +79,8 @@ def _ask(module: ModuleType, seen: Observations) -> Finding | None:
     )
 
 
-def _rank(finding: Finding) -> tuple[float, int, str]:
+def rank(finding: Finding) -> tuple[float, int, str]:
+    """Its place: see `detect`."""
     sureness = ("high", "medium", "low").index(finding.confidence)
     return -(SMALL_BOUND if finding.bound is None else finding.bound), sureness, finding.id
 
