@@ -238,6 +238,8 @@ def test_an_accelerator_that_is_not_read_is_not_taken_for_none() -> None:
     ("aten::miopen_batch_norm", "unknown-accelerator"), ("aten::_thnn_fused_lstm_cell", "unknown-accelerator"),
     ("aten::_scaled_dot_product_flash_attention", "unknown-accelerator"),
     ("aten::_efficient_attention_forward", "unknown-accelerator"),
+    ("aten::_mps_convolution", "unknown-accelerator"), ("aten::mps_convolution_backward", "unknown-accelerator"),
+    ("aten::_lstm_mps", "unknown-accelerator"), ("aten::_scaled_dot_product_attention_math_for_mps", "unknown-accelerator"),
     ("aten::_scaled_dot_product_flash_attention_for_cpu", "no-accelerator"),
     ("aten::cudnn_is_acceptable", "no-accelerator"), ("aten::mkldnn_convolution", "no-accelerator"),
 ])

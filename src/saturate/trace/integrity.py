@@ -46,8 +46,8 @@ OVERHEAD = re.compile(r"^(Instrumentation|Resource|Activity Buffer Request|Buffe
 OTHER_RUNTIME = re.compile(r"^[a-z]\w*_runtime$")
 
 #: Operators that only accelerators have. `cudnn_is_acceptable` and its like ask on any device, and answer no.
-NOT_ON_A_CPU = re.compile(r"^aten::_?((cudnn|miopen)_(?!is_)|thnn_fused_|(scaled_dot_product_)?(flash|efficient|cudnn)_attention"
-                          r"(_forward|_backward)?$)")
+NOT_ON_A_CPU = re.compile(r"^aten::_?((cudnn|miopen|mps)_(?!is_)|thnn_fused_|lstm_mps|scaled_dot_product_attention_math_for_mps|"
+                          r"(scaled_dot_product_)?(flash|efficient|cudnn)_attention(_forward|_backward)?$)")
 
 #: Problems that readers report, or who saw the recording (`study.unheard`), and what each blocks. One that is not listed here
 #: blocks nothing.
@@ -108,8 +108,8 @@ def _no_accelerator(trace: Trace) -> list[Problem]:
     elsewhere = np.unique(trace.operators.name[named(trace, trace.operators.name, NOT_ON_A_CPU)])
     if len(elsewhere):
         return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
-            f"{trace.names[elsewhere[0]]} runs on accelerators only, and none of their events were recorded: what the device "
-            "did is not known; record ProfilerActivity.CUDA too"))]
+            f"{(name := trace.names[elsewhere[0]])} runs on accelerators only, and none of their events were recorded: what the device "
+            f"did is not known; {'torch.profiler records none of Apple devices' if 'mps' in name else 'record ProfilerActivity.CUDA too'}"))]
     if devices(trace):
         return [Problem(id="no-accelerator", blocks=[], message=(
             "no accelerator events: this is about the CPU's operators, and no device has gaps to explain"))]
