@@ -89,7 +89,7 @@ def test_a_cpu_is_measured_in_its_own_units():
     cpu = Ceilings(device="cpu", device_name="Toy CPU", measured_at="2026-11-01T10:00:00+00:00", threads=2, launch_ns=4000.0,
                    rates={"float32": 2.5e12, "bfloat16": 103e9}, bandwidth={"read": [(1 << 28, 24.4e9)]})
     assert doctor_ceilings.judged(cpu, None).found == \
-        "Toy CPU, measured 2026-11-01: fp32 2.5 TFLOP/s, bf16 103 GFLOP/s, read 24.4 GB/s"
+        "Toy CPU, measured 2026-11-01 with 2 threads: fp32 2.5 TFLOP/s, bf16 103 GFLOP/s, read 24.4 GB/s"
 
 
 @pytest.mark.parametrize(("rate", "threads", "status"), [(0.7e9, 2, "note"), (50e9, 2, "ok"), (50e9, 64, "note"), (9e9, None, "ok")])

@@ -67,7 +67,9 @@ def judged(record: Ceilings, link: Link | None) -> Check:
         words.append(_share(f"host to device {kind} {_bytes(rate)}", rate, limit, _LOW_LINK, low))
     if record.launch_ns is not None and record.device != "cpu":
         words.append(f"a kernel launch {record.launch_ns / 1e3:.1f} us")
-    found = f"{record.device_name}, measured {record.measured_at[:10]}: {', '.join(words)}"
+    # Rates of a CPU grow with the threads, and a training that was profiled may have had few.
+    threads = f" with {record.threads} thread{'s' * (record.threads > 1)}" if record.device == "cpu" and record.threads else ""
+    found = f"{record.device_name}, measured {record.measured_at[:10]}{threads}: {', '.join(words)}"
     values = {name: getattr(record, name) for name in
               ("rates", "bandwidth", "host_to_device", "launch_ns", "measured_at", "queued_share", "unknown")}
     if record.busy:
