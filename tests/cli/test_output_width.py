@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from saturate.cli import _output, optimize
+from saturate.errors import clean
+from saturate.records.analysis import Problem
 from saturate.records.fit import SizeThroughput
 from saturate.records.inference import CandidateRecord
 from saturate.report import fit as fit_report
@@ -70,3 +72,12 @@ def test_an_answer_is_json_whatever_the_terminal_can_show(tmp_path, encoding):
         shown[action] = json.loads(done.stdout)
         assert encoding == "utf-8" or done.stdout.isascii()
     assert shown["show"]["made_for"]["cpu"] == "caf\u00e9 \U0001f600 \u2026" and shown["validate"]["path"] == str(path)
+
+
+def test_an_answer_in_json_does_not_drive_the_terminal():
+    """Names in a trace, a path: U+009B begins a sequence as ESC [ does, U+202E turns the line around. The data are what they were."""
+    name = "gemm\x9b2J\u202e caf\u00e9\x1b[31m\x7f"
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    _output.show_json(Problem(id="any", message=name, blocks=[]), stream)
+    text = stream.buffer.getvalue().decode()
+    assert json.loads(text)["message"] == name and "caf\u00e9" in text and clean(text) == text

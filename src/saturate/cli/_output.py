@@ -118,7 +118,7 @@ def show_json(record: Any, stream: TextIO | None = None) -> None:
     stream = stream or sys.stdout
     text = encoded(record)
     _answers.append(text)
-    print(text if _takes_everything(stream) else _ascii(text), file=stream, flush=True)
+    print(_escaped(text, _DRIVES if _takes_everything(stream) else _NOT_ASCII), file=stream, flush=True)
 
 
 def _takes_everything(stream: TextIO) -> bool:
@@ -128,8 +128,15 @@ def _takes_everything(stream: TextIO) -> bool:
         return False
 
 
-def _ascii(text: str) -> str:
-    return re.sub(r"[^\x00-\x7f]+", lambda found: json.dumps(found[0])[1:-1], text)
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
+
+#: What JSON may hold as it is and a terminal acts upon (see `errors.clean`): names in a trace are data of whoever wrote it.
+_DRIVES = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]+")
+
+
+def _escaped(text: str, characters: re.Pattern[str]) -> str:
+    """The same JSON, with these characters as JSON escapes them."""
+    return characters.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 def percent(share: float) -> str:
