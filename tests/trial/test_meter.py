@@ -94,6 +94,34 @@ sys.stdin.readline()
     assert found.overlap_bytes > 280 * MIB, "three times the parent"
 
 
+MAPS = """
+import mmap, os, sys
+keep = bytearray(120 << 20)
+held = mmap.mmap(os.open({path!r}, os.O_RDONLY), 0, access=mmap.ACCESS_READ)
+sum(held[at] for at in range(0, len(held), 4096))
+for _ in range({children}):
+    if os.fork() == 0:
+        import time
+        sum(held[at] for at in range(0, len(held), 4096))
+        time.sleep(60)
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("children", [0, 3])
+def test_what_the_system_can_take_back_is_not_in_use(child, tmp_path, children):
+    """Of three loader workers that were forked, and of a dataset that all of them have mapped: 120 MiB, not 4 x 320."""
+    (tmp_path / "data").write_bytes(bytes(200 * MIB))
+    process = child(MAPS.format(path=str(tmp_path / "data"), children=children))
+    assert process.stdout.readline() == "done\n"
+    deadline = time.monotonic() + 30
+    while tree.resident_bytes(os.getpid()) < (1 + children) * 320 * MIB and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found = meter.in_use(os.getpid())
+    assert found is not None and 120 * MIB <= found < 200 * MIB
+
+
 def test_a_tree_above_the_limit_is_killed_at_once(child):
     process = child("""
 import time

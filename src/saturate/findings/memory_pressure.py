@@ -7,8 +7,9 @@ would use the device better does not fit. What to do follows from what takes the
 
 Evidence
 --------
-The peak of the memory in use, of the device's (on a CPU: the resident memory of all processes, of the machine's); what of
-it are parameters, gradients, optimizer state and activations; and the line of code that allocates most.
+The peak of the memory in use, of the device's (on a CPU: the resident memory of all processes, what they share counted
+once, of the machine's); what of it are parameters, gradients, optimizer state and activations; and the line of code that
+allocates most.
 
 Threshold
 ---------
@@ -16,8 +17,8 @@ Threshold
 
 Not to be confused with
 -----------------------
-Memory that the allocator holds and does not use: see `fragmentation`. Memory
-of other processes on the same device, which is not counted here. A cache of files, which the system gives back.
+Memory that the allocator holds and does not use: see `fragmentation`. Memory of other processes on the same device, which
+is not counted here. A cache of files, and files that are mapped, which the system gives back.
 
 What helps
 ----------

@@ -99,7 +99,7 @@ class CommunicationSeen:
 class MemorySeen:
     """At the peak. What has no unit is a share."""
 
-    used: float | None = None               # peak / the device's memory; on a CPU, all resident memory / the machine's
+    used: float | None = None               # peak / the device's memory; on a CPU, what all processes have in use / the machine's
     held: float | None = None               # what the allocator has reserved / the device's memory
     fragmentation: float | None = None      # of that, what is not in use
     allocator_retries: int | None = None

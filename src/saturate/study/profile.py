@@ -42,6 +42,7 @@ from saturate.study.seen import Seen
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, new_run
 from saturate.techniques import _registry
+from saturate.trial import meter
 from saturate.trial.process import Trial, TrialEnded, Workload
 
 #: Recorded steps, unless the user wants another number: at least five, more where they are so short that what else runs
@@ -183,7 +184,7 @@ def _watch(study: Study, steps: int | None, nsys: Path | None, synthetic: bool) 
 def _look(study: Study, live: Live, steps: int | None, recorder: str, synthetic: bool, briefly: bool = False) -> Seen:
     stored = baseline.observe(study, live)
     live.trial.thaw()
-    seen = Seen(msgspec.convert(stored["facts"], Facts), resident_bytes=stored["memory_bytes"])
+    seen = Seen(msgspec.convert(stored["facts"], Facts), resident_bytes=meter.in_use(live.trial.supervisor.pid))
     study.say(f"step {live.step_ms:.1f} ms ({seen.facts.motif}); it was found after {live.startup_s:.1f} s")
     if not live.stationary:
         seen.notes["step_ms"] = "the step time was still drifting when it was measured"

@@ -20,7 +20,7 @@ class Seen:
     facts: Facts
     step_ns: list[int] = field(default_factory=list)    # without a profiler
     loader_cost: LoaderCost | None = None               # when it was asked for
-    resident_bytes: int | None = None                   # of all processes of the workload, once it was warm
+    resident_bytes: int | None = None                   # of all processes of the workload, once it was warm: see `meter.in_use`
     sample: dict[str, Any] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, Any] = field(default_factory=dict)

@@ -62,6 +62,13 @@ def file_bytes(pid: int) -> int:
     return max((_sizes(f"/proc/{child}/status").get("RssFile", 0) for child in tree.descendants(pid)), default=0)
 
 
+def in_use(pid: int) -> int | None:
+    """What the descendants of `pid` have resident and the system cannot take back: without what they map of files. None where it is not
+    known what several of them have in common."""
+    found = resident(pid)
+    return max(0, found.total_bytes - file_bytes(pid)) if found.exact else None
+
+
 def queued_ns() -> int:
     """How long the calling thread was ready to run so far and waited for a core; 0 where the kernel keeps no count of it.
     Source: kernel Documentation/scheduler/sched-stats, /proc/PID/schedstat."""
