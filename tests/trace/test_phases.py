@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from traces import V100, Recording, training
 
 from saturate.trace import phases
+from saturate.trace.breakdown import communication
 from saturate.trace.intervals import length
 from saturate.trace.launches import launching_calls
 from saturate.trace.windows import CPU, devices, window
@@ -51,6 +52,20 @@ def cpu_step(*, sleep: int = 0) -> Recording:
 def test_the_parts_of_an_ordinary_step_on_a_cpu():
     """Short Python between two parts belongs to the one that comes next, or to the update before it."""
     assert split(cpu_step()) == {"input": 100 * US, "forward": 224 * US, "backward": 300 * US, "optimizer": 83 * US}
+
+
+def test_clipping_is_no_update():
+    """Of the 83 above: zero_grad 10 and the step 40. On a device what they launched."""
+    def own(made: Recording, device: int) -> int:
+        trace = made.trace()
+        launches = launching_calls(trace)
+        return phases.updating(trace, device, launches, communication(trace, launches))
+
+    assert own(cpu_step(), CPU) == 50 * US
+    made = device_step()
+    made.kernel("norm", 650, 680, launched=405 - 7)      # before the step begins
+    assert own(made, 0) == 50
+    assert own(Recording(), CPU) == 0
 
 
 def test_what_lasts_is_idle():

@@ -15,8 +15,9 @@ Threshold
 
 Not to be confused with
 -----------------------
-A fused update, which is limited by memory and does not get faster. LBFGS, whose step runs forward and backward
-again. Communication or reads of values inside the step of a distributed optimizer.
+A fused update, which is limited by memory and does not get faster. What else is done between a backward and the next
+forward pass: clipping, averages of weights, logging. LBFGS, whose step runs forward and backward again. Communication or
+reads of values inside the step of a distributed optimizer.
 
 What helps
 ----------
@@ -45,7 +46,7 @@ _CLOSURES = ("LBFGS",)
 
 
 def detect(seen: Observations) -> Finding | None:
-    share = seen.optimizer
+    share = seen.optimizer if seen.update is None or seen.updated_by_hand else seen.update
     if not concludes(seen, RULE) or share is None or not reaches(share, LEAST):
         return None
     if seen.optimizer_fused or seen.optimizer_kind in _CLOSURES:

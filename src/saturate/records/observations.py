@@ -149,6 +149,7 @@ class Observations:
     forward: float | None = None            # shares of the step by phase
     backward: float | None = None
     optimizer: float | None = None
+    update: float | None = None             # of the step: the optimizer's own, without clipping, averages of weights and the like
     gc_pause: float | None = None           # garbage collector, of the step
     gc_collections_per_step: float | None = None
     gc_called: str = ""                     # "train.py:41": the call of `gc.collect()` that takes most

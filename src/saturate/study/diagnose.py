@@ -283,6 +283,8 @@ def observe(
     changes["batch_size"] = changes["loader"].batch_size
     if total:
         changes |= {name: split[name] / total for name in ("forward", "backward", "optimizer")}
+    if cpu and total and sample and sum(sample["parts"].values()):      # as the split, of steps without a profiler
+        changes["update"] = sample["parts"].get("optimizer", 0) / sum(sample["parts"].values())
     if fetched is not None:        # without a profiler, and nothing to hide behind
         changes |= {"input_wait": min(1.0, fetched), "input_wait_raw": min(1.0, fetched)}
     return dataclasses.replace(base, **changes)

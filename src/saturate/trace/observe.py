@@ -69,7 +69,7 @@ def observations(trace: Trace, device: Device, labelled: bool = True) -> Observa
         bf16_native=_bf16(info, device.name), steps=device.steps, step_ms=_per_step(device.step_ns, device),
         busy=device.busy_of_step, input_wait=device.data_wait.exposed, input_wait_raw=device.data_wait.raw,
         sync_idle=idle.get("sync"), device_wait=idle.get("already_launched"),
-        forward=split.get("forward"), backward=split.get("backward"), optimizer=split.get("optimizer"),
+        forward=split.get("forward"), backward=split.get("backward"), optimizer=split.get("optimizer"), update=split.get("update"),
         optimizer_kind=kind, optimizer_fused=_optimizer_fused(seen, kind), optimizer_tensors=_optimizer_tensors(seen),
         fp32_matmul=share(patterns.fp32_matmuls(operators) if operators else None),
         attention_eager=share(patterns.eager_attention(operators)), attention_fell_back=_any(trace, _ATTENTION_IN_PARTS, trace.operators),
@@ -120,7 +120,10 @@ def _phases(seen: View) -> dict[str, float]:
     if not marked or not whole:
         return {}
     split = phases.split(trace, seen.device, seen.joined.launches, seen.joined.communicating, seen.work)
-    return {phase: split[phase] / whole for phase in marked | ({"forward"} if "backward" in marked else set())}
+    shares = {phase: split[phase] / whole for phase in marked | ({"forward"} if "backward" in marked else set())}
+    if "optimizer" in marked:
+        shares["update"] = phases.updating(trace, seen.device, seen.joined.launches, seen.joined.communicating) / whole
+    return shares
 
 
 def _optimizer_kind(seen: View) -> str:

@@ -86,6 +86,18 @@ def split(trace: Trace, device: int, launches: Column | None = None, communicati
     return _of_device(trace, device, view, launches, communicating, done)
 
 
+def updating(trace: Trace, device: int, launches: Column, communicating: Column) -> int:
+    """Nanoseconds of the recorded steps in an optimizer's own step and its `zero_grad`: without what else comes between a backward and the
+    next forward pass (clipping, averages of weights), which `split` counts with them. On an accelerator what these launched."""
+    view = window(trace, device, launches)
+    own = join(_own(trace, view, _CLEARING), _updates(trace, view, _backward(trace, view)))
+    if device == CPU:
+        return length(intersect(own, view.steps))
+    rows = valid(trace.gpu) & (trace.gpu.device == device) & (launches >= 0) & ~communicating
+    rows[rows] = contains(own, trace.calls.start[launches[rows]])
+    return length(intersect(_rows(trace, rows), view.steps))
+
+
 def calibrated(trace: Trace, clocked: dict[str, int]) -> dict[str, int]:
     """The split of steps that ran without a profiler, on a CPU; it sums to `clocked`.
 
