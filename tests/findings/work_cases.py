@@ -230,6 +230,7 @@ CASES = [
             "low clocks of an idle device": {"machine__throttle": ("gpu_idle",)},
             "somebody set the clocks": {"machine__throttle": ("applications_clocks_setting",)},
             "no reason": {"machine__throttle": ()},
+            "a GPU that somebody else uses, beside a training on the CPU": {"device": "cpu"},
             "a power cap, clocks unknown": {"machine__throttle": ("sw_power_cap",), "machine__clock_share": None},
         },
         still={

@@ -42,6 +42,15 @@ def test_how_busy_the_least_busy_device_in_use_is():
     assert sampler.busy_share() is None
 
 
+def test_a_device_that_somebody_else_uses_is_not_the_workloads():
+    """It is visible, hot, and at its power limit; torch tells the number of the one that trains."""
+    ours, theirs = h100(UUID="GPU-5f2c0001-aaaa"), h100(UUID="GPU-77770002-bbbb", CurrentClocksEventReasons=0x4, Temperature=88)
+    with Sampler({}, interval_s=60, module=FakeNvml(ours, theirs)) as sampler:
+        pass
+    assert sampler.seen("5f2c0001-aaaa") == {"throttle": (), "clock_share": 1.0, "temperature_c": 45.0, "power_share": 0.5}
+    assert sampler.seen("77770002-bbbb")["throttle"] == sampler.seen("not-here")["throttle"] == sampler.seen()["throttle"] == ("sw_power_cap",)
+
+
 def test_a_short_window_still_has_one_sample():
     with Sampler({}, interval_s=60, module=FakeNvml(h100())) as sampler:
         pass

@@ -98,6 +98,11 @@ def device_memory(torch: Any, device: Any) -> dict[str, int]:
     }
 
 
+def uuid_of(torch: Any, device: Any) -> str:
+    """The number by which NVML knows a CUDA device; "" where this torch does not tell."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
 def off_device(session: Any) -> list[str]:
     """Parameters and buffers of the trained modules that are on the CPU while training runs elsewhere."""
     if session.context.device == "cpu":

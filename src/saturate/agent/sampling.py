@@ -119,9 +119,11 @@ class Sampling(Window):
             fetched_elsewhere=self.elsewhere and self.dataset is None, python=sys.executable, memory=kinds.memory(self.session),
         )
         if self.device == "cuda":
-            memory = kinds.device_memory(self.torch, self.session.inspection.devices[0])
+            devices = self.session.inspection.devices
+            memory = kinds.device_memory(self.torch, devices[0])
             memory["retries"] -= self._retries
-            self.result.update(device_memory=memory, device_index=self.session.inspection.devices[0].index)
+            alone = kinds.uuid_of(self.torch, devices[0]) if len(devices) == 1 else ""
+            self.result.update(device_memory=memory, device_index=devices[0].index, device_uuid=alone)
 
     def _watch_loader(self) -> None:
         from torch.utils.data.dataloader import _BaseDataLoaderIter

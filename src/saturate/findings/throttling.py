@@ -17,7 +17,8 @@ clock is not known, only a thermal or hardware reason counts, with low confidenc
 Not to be confused with
 -----------------------
 A clock that is low because the device has nothing to do: the driver then names no such reason. A power cap that the
-clock does not feel. Clocks that somebody set.
+clock does not feel. Clocks that somebody set. A device of the machine that others use: beside a training on the CPU the
+rule is silent.
 
 What helps
 ----------
@@ -47,7 +48,7 @@ _POWER = ("power",)
 
 def detect(seen: Observations) -> Finding | None:
     machine = seen.machine
-    if not concludes(seen, RULE) or machine.throttle is None:
+    if seen.device == "cpu" or not concludes(seen, RULE) or machine.throttle is None:
         return None
     lowered = None if machine.clock_share is None else 1.0 - machine.clock_share
     reasons = _named(machine.throttle, _SLOWDOWNS if lowered is None else _SLOWDOWNS + _POWER)

@@ -147,11 +147,13 @@ class Sampler:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._nvml: Nvml | None = None
+        self._uuids: dict[int, str] = {}
 
     def __enter__(self) -> Sampler:
         self._nvml, _ = _nvml.start(self._module)
         if self._nvml is not None:
             handles = visible(self._nvml, self._environment.get("CUDA_VISIBLE_DEVICES"))
+            self._uuids = {device: self._nvml.ask("DeviceGetUUID", handle) or "" for device, handle in handles.items()}
             if handles:
                 self._thread = threading.Thread(target=self._run, args=(self._nvml, handles), name="telemetry", daemon=True)
                 self._thread.start()
@@ -164,11 +166,13 @@ class Sampler:
         if self._nvml is not None and (self._thread is None or not self._thread.is_alive()):
             self._nvml.__exit__()
 
-    def seen(self) -> dict[str, Any]:
-        """What was seen so far, as the fields of `records.observations.MachineSeen`."""
+    def seen(self, uuid: str = "") -> dict[str, Any]:
+        """What was seen so far, as the fields of `records.observations.MachineSeen`. `uuid`: of the one device that the workload uses, as
+        torch spells it; of all that it may use where that is "" or none of theirs. Others may be at work for somebody else."""
         with self._lock:
             samples = tuple(self._samples)
-        return summary(samples)
+        own = [one for one in samples if uuid and self._uuids.get(one.device, "").endswith(uuid)]
+        return summary(own or samples)
 
     def busy_share(self, used: int = 1) -> float | None:
         """The share of its time in which the least busy of the devices in use ran kernels (NVML's utilisation, a median). Which of those

@@ -278,7 +278,7 @@ def observe(
         "compiler": _compiler(record),
         "memory": memory.observed(memory.breakdown(seen, shorten), seen),
         "communication": _communication(base.communication, facts, analysis, split, total),
-        "machine": MachineSeen(**seen.telemetry) if seen.telemetry else base.machine,
+        "machine": MachineSeen(**seen.telemetry) if seen.telemetry and not cpu else base.machine,      # of a GPU that others use
     }
     changes["batch_size"] = changes["loader"].batch_size
     if total:

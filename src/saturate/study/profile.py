@@ -274,7 +274,7 @@ def _windows(study: Study, live: Live, seen: Seen, steps: int | None, recorder: 
             many = _whole(2 * usual, period)        # of long waits that are rare, more than one has to be seen
         study.say(f"sampling {many} steps")
         seen.sample = trial.look("sample", skip, many)
-        seen.telemetry = sampler.seen()
+        seen.telemetry = sampler.seen(seen.sample.get("device_uuid", "") if facts.world_size == 1 else "")
     if synthetic:
         _without_loader(study, live, seen)
     else:
