@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from saturate.agent import sampling  # noqa: E402
 from saturate.agent.sampling import Sampler, Sampling  # noqa: E402
 
 
@@ -66,6 +67,65 @@ def test_a_closure_inside_of_a_step_is_not_the_optimizer(ticks, watched):
     assert {name: ns for name, ns in once.items() if ns} == {"rest": 41, "forward": 100, "backward": 200, "optimizer": 45}
     assert {name: ns for name, ns in twice.items() if ns} == {"rest": 1 + 80 + 5, "forward": 200, "backward": 400, "optimizer": 45}
     assert {name: ns for name, ns in never.items() if ns} == {"rest": 1, "optimizer": 40}
+
+
+class Worker:
+    """A process that computed for so long until now, waited for a core, and read so many bytes."""
+
+    def __init__(self, pid, used_ns=0, queued_ns=0, read=0, alive=True):
+        self.pid, self.schedule, self.read, self.alive = pid, (used_ns, queued_ns), read, alive
+
+    def is_alive(self):
+        return self.alive
+
+
+@pytest.fixture
+def workers(ticks, watched, monkeypatch):
+    """Ends the window at 1000, with these workers known when it began."""
+    known = {}
+    monkeypatch.setattr(sampling, "schedule", lambda pid: known[pid].schedule)
+    monkeypatch.setattr(sampling, "read_bytes", lambda pid: known[pid].read if pid in known else 7)
+    monkeypatch.setattr(sampling.kinds, "memory", lambda session: {})
+    monkeypatch.setattr(watched.window, "_watch_parts", lambda: None)      # they are watched already
+
+    def run(before, meets):
+        watched.session.loaders = {"any": {"workers": before}}
+        known.update({worker.pid: worker for worker in before})
+        ticks.now = 0
+        watched.window.begin()
+        for at, feeding in meets:
+            ticks.now = at
+            watched.window._meet(feeding)
+            known.update({worker.pid: worker for worker in feeding})
+            for worker in feeding:
+                worker.schedule, worker.read = (worker.schedule[0] + 80, worker.schedule[1] + 10), worker.read + 5
+        ticks.now = 1000
+        watched.window.finish()
+        return watched.window.result
+
+    return run
+
+
+def test_workers_of_an_evaluation_are_none_of_the_trainings(workers):
+    """Seen: two that computed for 80 % of their time, beside two persistent ones of a validation: "waits for storage"."""
+    training, validation = [Worker(1, 500), Worker(2, 500)], [Worker(3, 900), Worker(4, 900)]
+    found = workers([*training, *validation], [(10, training)])
+    assert (found["workers"], found["worker_cpu_ns"], found["worker_queued_ns"], found["worker_ns"]) == (2, 160, 20, 2000)
+    assert found["read_bytes"] == 10
+
+
+def test_workers_that_begin_with_an_epoch_have_their_own_time(workers):
+    """Those of the epoch before are gone, and what they computed with them; nobody knows what they read."""
+    old, new = Worker(1, 10**9, read=10**9), Worker(2)
+
+    class Pass(list):
+        def __iter__(self):         # the pass before has ended
+            old.alive = False
+            return super().__iter__()
+
+    found = workers([old], [(0, [old]), (900, Pass([new]))])
+    assert (found["workers"], found["worker_cpu_ns"], found["worker_queued_ns"], found["worker_ns"]) == (1, 80, 10, 100)
+    assert found["read_bytes"] is None
 
 
 LIBRARY = """

@@ -32,8 +32,8 @@ from saturate.study import diagnose
 
 CWD = Path("/home/user/project")
 SAMPLE = {
-    "kind": "sample", "steps": 10, "wall_ns": 1_000_000_000, "parts": {"input": 200_000_000, "rest": 300_000_000}, "clocked_steps": 5, "uneven_input": False, "process_cpu_ns": 700_000_000, "workers": 0,
-    "worker_cpu_ns": 0, "worker_queued_ns": 0, "fetch_ns": 400_000_000, "fetch_cpu_ns": 300_000_000,
+    "kind": "sample", "steps": 10, "wall_ns": 1_000_000_000, "parts": {"input": 200_000_000, "rest": 300_000_000}, "clocked_steps": 5, "uneven_input": False, "process_cpu_ns": 700_000_000, "workers": 0, "num_workers": 0,
+    "worker_cpu_ns": 0, "worker_queued_ns": 0, "worker_ns": 0, "fetch_ns": 400_000_000, "fetch_cpu_ns": 300_000_000,
     "fetch_queued_ns": 0, "longest_fetch_ns": 50_000_000, "read_bytes": 1_000_000, "gc_ns": 20_000_000, "gc_pauses": 5,
     "kernel_ns": 140_000_000, "page_faults": 50_000,
     "fetch_samples": 80, "fetch_waiting": 8, "worker_samples": 0, "worker_waiting": 0,
@@ -312,9 +312,16 @@ def test_waiting_for_a_core_is_not_waiting_for_storage():
     assert loader(fetch_cpu_ns=100_000_000, fetch_queued_ns=290_000_000).fetch_cpu == pytest.approx(100 / 110)
 
 
+def test_workers_are_measured_in_the_time_that_they_were_there():
+    """Two that began in the middle of the window, when an epoch did."""
+    seen = loader(workers=2, num_workers=2, worker_cpu_ns=900_000_000, worker_queued_ns=0, worker_ns=1_000_000_000)
+    assert seen.fetch_cpu == pytest.approx(0.9) and seen.busy_cores == pytest.approx(0.7 + 2 * 0.9)
+
+
 def test_workers_that_were_gone_tell_nothing():
-    seen = diagnose._loader(Seen(facts=facts(loaders=(LoaderFacts(num_workers=2),)), sample=SAMPLE), str)
-    assert seen.fetch_cpu is None
+    for loaders in ((LoaderFacts(num_workers=2),), (LoaderFacts(num_workers=2), LoaderFacts(num_workers=0))):     # the latter of a validation
+        seen = diagnose._loader(Seen(facts=facts(loaders=loaders), sample={**SAMPLE, "num_workers": 2}), str)
+        assert seen.fetch_cpu is None and seen.num_workers == 2
 
 
 def test_storage_that_does_not_tell_is_unknown():

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from saturate.agent import kinds
@@ -51,6 +52,8 @@ class Sampling(Window):
         self.pauses: list[int] = []
         self.collected: Counter[tuple[str, int]] = Counter()    # nanoseconds in `gc.collect`, by the line that calls it
         self.workers: list[Any] = []
+        self._feeding: dict[int, tuple[Any, int]] = {}      # by id: workers that batches came from, and since when they may have
+        self.declared = 0               # workers that the loader asks for
         self.elsewhere = False          # whether another thread fetched a batch
         self.dataset: Any = None
         self.collate: Any = None
@@ -61,7 +64,7 @@ class Sampling(Window):
         self._began = 0
         self._paused = 0
         self._usage: dict[int, tuple[int, int]] = {}
-        self._read = 0
+        self._read: dict[int, int | None] = {}
 
     def begin(self) -> None:
         self._watch_loader()
@@ -74,9 +77,9 @@ class Sampling(Window):
             self.torch.cuda.reset_peak_memory_stats(device)
             self._retries = kinds.device_memory(self.torch, device)["retries"]
         self._usage = {pid: schedule(pid) for pid in self._processes()}
+        self._read = {pid: read_bytes(pid) for pid in (os.getpid(), *self._usage)}
         self._cpu = time.process_time_ns()
         self._kernel = resource.getrusage(resource.RUSAGE_SELF)
-        self._read = self._read_bytes()
         self._began = self.clock()
         self.parts.start()
 
@@ -99,19 +102,20 @@ class Sampling(Window):
 
     def finish(self) -> None:
         self._lap()
-        wall = self.clock() - self._began
+        ended = self.clock()
+        wall = ended - self._began
         own = time.process_time_ns() - self._cpu
         kernel = resource.getrusage(resource.RUSAGE_SELF)
         self._sampler.stop()
-        below = [(schedule(pid), self._usage.get(pid, (0, 0))) for pid in self._processes()]
-        read = self._read_bytes()
+        alive = {pid: since for pid, (worker, since) in self._feeding.items() if worker.is_alive()}
+        below = [(schedule(pid), self._usage.get(pid, (0, 0))) for pid in alive]
         self.result.update(
-            wall_ns=wall, **training_steps(self.clocked, self.steps // 2), process_cpu_ns=own, workers=len(below),
+            wall_ns=wall, **training_steps(self.clocked, self.steps // 2), process_cpu_ns=own, workers=len(below), num_workers=self.declared,
             worker_cpu_ns=sum(now[0] - then[0] for now, then in below),
-            worker_queued_ns=sum(now[1] - then[1] for now, then in below),
+            worker_queued_ns=sum(now[1] - then[1] for now, then in below), worker_ns=sum(ended - since for since in alive.values()),
             fetch_ns=self.fetch_ns, fetch_cpu_ns=self.fetch_cpu_ns,
             fetch_queued_ns=self.fetch_queued_ns, longest_fetch_ns=self.longest_ns,
-            read_bytes=None if read is None or self._read is None else read - self._read,
+            read_bytes=self._read_since(alive),
             kernel_ns=round(1e9 * (kernel.ru_stime - self._kernel.ru_stime)), page_faults=kernel.ru_minflt - self._kernel.ru_minflt,
             gc_ns=sum(self.pauses), gc_pauses=len(self.pauses),
             gc_called=[[*place, ns] for place, ns in self.collected.most_common(1)], **self._sampler.result(),
@@ -139,7 +143,8 @@ class Sampling(Window):
             if threading.get_ident() != thread or self.fetching:
                 self.elsewhere |= not self.fetching
                 return original(this)       # a prefetching thread of a library, or a loader inside a dataset
-            self.workers = getattr(this, "_workers", [])
+            self._meet(getattr(this, "_workers", []))
+            self.declared = getattr(this, "_num_workers", 0)
             self.dataset, self.collate = this._dataset, this._collate_fn
             self.fetching += 1
             self.parts.enter("input")
@@ -243,14 +248,27 @@ class Sampling(Window):
 
         return collect
 
-    def _processes(self) -> list[int]:
-        known = [worker for entry in self.session.loaders.values() for worker in entry["workers"]]
-        return sorted({worker.pid for worker in (*known, *self.workers) if worker.is_alive()})
+    def _meet(self, workers: list[Any]) -> None:
+        """The next batch comes from these. Others say nothing of it: those of an evaluation wait for their turn all the while. A loader
+        may start new ones for each pass, so each has its own time here."""
+        if workers is not self.workers:
+            self.workers, now = workers, self.clock()
+            for worker in workers:
+                self._feeding.setdefault(worker.pid, (worker, self._began if worker.pid in self._usage else now))
 
-    def _read_bytes(self) -> int | None:
-        """Fetched from storage by this process and its workers since they began; None: not told here."""
-        counts = [read_bytes(pid) for pid in (os.getpid(), *self._processes())]
-        return None if None in counts else sum(count for count in counts if count is not None)
+    def _processes(self) -> list[int]:
+        known = (worker for entry in self.session.loaders.values() for worker in entry["workers"])
+        return sorted({worker.pid for worker in known if worker.is_alive()})
+
+    def _read_since(self, workers: Collection[int]) -> int | None:
+        """Fetched from storage in the window by this process and the workers that it has batches from; None: not told here, or some of
+        these are gone."""
+        if len(workers) < len(self._feeding):
+            return None
+        now = {pid: read_bytes(pid) for pid in (os.getpid(), *workers)}
+        if None in now.values() or None in (self._read.get(pid, 0) for pid in now):
+            return None
+        return sum(count - (self._read.get(pid, 0) or 0) for pid, count in now.items() if count is not None)
 
 
 def _settle(parts: dict[str, int], part: str) -> None:

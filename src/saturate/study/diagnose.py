@@ -299,12 +299,11 @@ def _collections_called(sample: dict[str, Any], shorten: Callable[[str], str]) -
 
 def _loader(seen: Seen, shorten: Callable[[str], str]) -> LoaderSeen:
     facts, sample = seen.facts, seen.sample
-    loader = next((one for one in facts.loaders if one.num_workers == sample.get("workers")),
+    loader = next((one for one in facts.loaders if one.num_workers == sample.get("num_workers")),
                   facts.loaders[0] if facts.loaders else None)
     if not sample or loader is None or not sample.get("dataset"):
         return LoaderSeen(cpu_count=facts.machine.cpu_count)
     wall, workers = sample["wall_ns"], sample["workers"]
-    busy = (sample["process_cpu_ns"] + sample["worker_cpu_ns"]) / wall * facts.world_size      # ranks are alike
     read = sample["read_bytes"]
     lines, dataset = sample["lines"], sample["dataset"]
     sampled = lines and not workers and sample["fetch_samples"] >= _LEAST_SAMPLES
@@ -312,18 +311,26 @@ def _loader(seen: Seen, shorten: Callable[[str], str]) -> LoaderSeen:
     places = [lines[0][:3]] if sampled else [(one["file"], one["line"], one["function"]) for one in (dataset, collate) if one]
     return LoaderSeen(
         num_workers=loader.num_workers, batch_size=loader.batch_size, pin_memory=loader.pin_memory,
-        persistent_workers=loader.persistent_workers, cpu_count=facts.machine.cpu_count, busy_cores=busy,
+        persistent_workers=loader.persistent_workers, cpu_count=facts.machine.cpu_count, busy_cores=_busy_cores(sample, facts),
         fetch_cpu=_fetch_cpu(sample, loader), io_wait=_io_wait(sample),
         read_bytes_per_s=read / wall * 1e9 if read is not None else None,
         slowest=" or ".join(f"{shorten(file)}:{line} {function}" for file, line, function in places if file),
     )
 
 
+def _busy_cores(sample: dict[str, Any], facts: Facts) -> float:
+    """Of all processes of the workload."""
+    own = sample["process_cpu_ns"] / sample["wall_ns"]
+    if sample["worker_ns"]:
+        own += sample["workers"] * sample["worker_cpu_ns"] / sample["worker_ns"]
+    return own * facts.world_size       # ranks are alike
+
+
 def _fetch_cpu(sample: dict[str, Any], loader: LoaderFacts) -> float | None:
-    """CPU time of the fetches over their wall time, of workers over the whole window; several threads count as one. Time
+    """CPU time of the fetches over their wall time, of workers over the time that they were there; several threads count as one. Time
     in which they were ready to run and other processes had the cores is left out: it says nothing about this code."""
     if sample["workers"]:
-        return _share_of_time(sample["worker_cpu_ns"], sample["wall_ns"] * sample["workers"] - sample["worker_queued_ns"])
+        return _share_of_time(sample["worker_cpu_ns"], sample["worker_ns"] - sample["worker_queued_ns"])
     if loader.num_workers or not sample["fetch_ns"]:
         return None         # its workers were gone when they were looked at
     return _share_of_time(sample["fetch_cpu_ns"], sample["fetch_ns"] - sample["fetch_queued_ns"])
