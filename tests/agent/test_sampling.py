@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sysconfig
 from types import SimpleNamespace
@@ -126,6 +127,16 @@ def test_workers_that_begin_with_an_epoch_have_their_own_time(workers):
     found = workers([old], [(0, [old]), (900, Pass([new]))])
     assert (found["workers"], found["worker_cpu_ns"], found["worker_queued_ns"], found["worker_ns"]) == (1, 80, 10, 100)
     assert found["read_bytes"] is None
+
+
+@pytest.mark.parametrize(("text", "idle"), [
+    ("cpu  9 9 9 130 20\ncpu0 1 0 2 100 20 0\ncpu2 1 0 2 30 0 0\nintr 5\n", {0: 1_200_000_000, 2: 300_000_000}),
+    ("cpu 0 0 0 0 0\ncpu0 0 0 0 0 0 0\n", {}),
+])
+def test_processors_tell_how_long_they_were_idle(monkeypatch, text, idle):
+    monkeypatch.setattr(sampling.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr("builtins.open", lambda *args, **kwargs: io.StringIO(text))
+    assert sampling.idle_ns() == idle
 
 
 LIBRARY = """

@@ -33,7 +33,7 @@ from saturate.study import diagnose
 CWD = Path("/home/user/project")
 SAMPLE = {
     "kind": "sample", "steps": 10, "wall_ns": 1_000_000_000, "parts": {"input": 200_000_000, "rest": 300_000_000}, "clocked_steps": 5, "uneven_input": False, "process_cpu_ns": 700_000_000, "workers": 0, "num_workers": 0,
-    "worker_cpu_ns": 0, "worker_queued_ns": 0, "worker_ns": 0, "fetch_ns": 400_000_000, "fetch_cpu_ns": 300_000_000,
+    "worker_cpu_ns": 0, "worker_queued_ns": 0, "worker_ns": 0, "idle_ns": {}, "fetch_ns": 400_000_000, "fetch_cpu_ns": 300_000_000,
     "fetch_queued_ns": 0, "longest_fetch_ns": 50_000_000, "read_bytes": 1_000_000, "gc_ns": 20_000_000, "gc_pauses": 5,
     "kernel_ns": 140_000_000, "page_faults": 50_000,
     "fetch_samples": 80, "fetch_waiting": 8, "worker_samples": 0, "worker_waiting": 0,
@@ -316,6 +316,17 @@ def test_workers_are_measured_in_the_time_that_they_were_there():
     """Two that began in the middle of the window, when an epoch did."""
     seen = loader(workers=2, num_workers=2, worker_cpu_ns=900_000_000, worker_queued_ns=0, worker_ns=1_000_000_000)
     assert seen.fetch_cpu == pytest.approx(0.9) and seen.busy_cores == pytest.approx(0.7 + 2 * 0.9)
+
+
+def test_a_core_that_another_program_has_is_not_free(monkeypatch):
+    """"2.4 of 3 cores are free: raise num_workers" was said beside two other trainings."""
+    monkeypatch.setattr(diagnose.os, "sched_getaffinity", lambda process: {0, 1, 2})
+    machine = MachineFacts(cpu_count=3.0)
+    quiet, crowded, slept = {"0": 10**9, "1": 10**9, "2": 10**8}, {"0": 10**8, "1": 10**8, "2": 10**8}, {"0": 10**9, "1": 10**9}
+    busy = [diagnose._loader(Seen(facts=facts(machine=machine), sample={**SAMPLE, "idle_ns": idle}), str).busy_cores for idle in (quiet, crowded, slept)]
+    assert busy == [pytest.approx(0.9), pytest.approx(2.7), pytest.approx(0.7)], "of the last one nobody knows"
+    quota = diagnose._loader(Seen(facts=facts(machine=MachineFacts(cpu_count=0.8)), sample={**SAMPLE, "idle_ns": quiet}), str)
+    assert quota.busy_cores == pytest.approx(0.7), "what else is idle is not for this process"
 
 
 def test_workers_that_were_gone_tell_nothing():

@@ -65,6 +65,7 @@ class Sampling(Window):
         self._paused = 0
         self._usage: dict[int, tuple[int, int]] = {}
         self._read: dict[int, int | None] = {}
+        self._idle: dict[int, int] = {}
 
     def begin(self) -> None:
         self._watch_loader()
@@ -78,6 +79,7 @@ class Sampling(Window):
             self._retries = kinds.device_memory(self.torch, device)["retries"]
         self._usage = {pid: schedule(pid) for pid in self._processes()}
         self._read = {pid: read_bytes(pid) for pid in (os.getpid(), *self._usage)}
+        self._idle = idle_ns()
         self._cpu = time.process_time_ns()
         self._kernel = resource.getrusage(resource.RUSAGE_SELF)
         self._began = self.clock()
@@ -105,6 +107,7 @@ class Sampling(Window):
         ended = self.clock()
         wall = ended - self._began
         own = time.process_time_ns() - self._cpu
+        idle = idle_ns()
         kernel = resource.getrusage(resource.RUSAGE_SELF)
         self._sampler.stop()
         alive = {pid: since for pid, (worker, since) in self._feeding.items() if worker.is_alive()}
@@ -115,7 +118,7 @@ class Sampling(Window):
             worker_queued_ns=sum(now[1] - then[1] for now, then in below), worker_ns=sum(ended - since for since in alive.values()),
             fetch_ns=self.fetch_ns, fetch_cpu_ns=self.fetch_cpu_ns,
             fetch_queued_ns=self.fetch_queued_ns, longest_fetch_ns=self.longest_ns,
-            read_bytes=self._read_since(alive),
+            read_bytes=self._read_since(alive), idle_ns={str(cpu): idle[cpu] - before for cpu, before in self._idle.items() if cpu in idle},
             kernel_ns=round(1e9 * (kernel.ru_stime - self._kernel.ru_stime)), page_faults=kernel.ru_minflt - self._kernel.ru_minflt,
             gc_ns=sum(self.pauses), gc_pauses=len(self.pauses),
             gc_called=[[*place, ns] for place, ns in self.collected.most_common(1)], **self._sampler.result(),
@@ -346,6 +349,18 @@ def _schedule(path: str) -> tuple[int, int]:
         return int(used), int(waited)
     except (OSError, ValueError):       # gone meanwhile, or a kernel without schedstat
         return 0, 0
+
+
+def idle_ns() -> dict[int, int]:
+    """How long each processor has had nothing to do since the machine began, nanoseconds; {}: not told, as in sandboxes that show
+    zeros. Source: proc_stat(5)."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            rows = [line.split() for line in file if line.startswith("cpu")]
+        ticks = {int(row[0][3:]): sum(map(int, row[4:6])) for row in rows if row[0][3:].isdecimal()}
+    except (OSError, ValueError):
+        return {}
+    return {cpu: count * 10**9 // os.sysconf("SC_CLK_TCK") for cpu, count in ticks.items()} if any(ticks.values()) else {}
 
 
 def read_bytes(pid: int) -> int | None:

@@ -18,7 +18,7 @@ class LoaderSeen:
     pin_memory: bool | None = None
     persistent_workers: bool | None = None
     cpu_count: float | None = None          # cores that the process may use
-    busy_cores: float | None = None         # cores busy during the step, all processes of the workload together
+    busy_cores: float | None = None         # of those, busy during the step, by whatever program
     fetch_cpu: float | None = None          # CPU time of a fetch (of workers) / time in which a core was free; <1: it waits
     read_bytes_per_s: float | None = None   # from storage, during the step
     io_wait: float | None = None            # share of the fetch that waited for storage

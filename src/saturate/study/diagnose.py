@@ -319,11 +319,17 @@ def _loader(seen: Seen, shorten: Callable[[str], str]) -> LoaderSeen:
 
 
 def _busy_cores(sample: dict[str, Any], facts: Facts) -> float:
-    """Of all processes of the workload."""
+    """Of those that the process may use. What other programs take of them is not free either."""
     own = sample["process_cpu_ns"] / sample["wall_ns"]
     if sample["worker_ns"]:
         own += sample["workers"] * sample["worker_cpu_ns"] / sample["worker_ns"]
-    return own * facts.world_size       # ranks are alike
+    own *= facts.world_size             # ranks are alike
+    if facts.machine.cpu_count is None or not sample["idle_ns"]:
+        return own
+    idle = [sample["idle_ns"].get(str(cpu)) for cpu in os.sched_getaffinity(0)]
+    if None in idle:
+        return own
+    return max(own, facts.machine.cpu_count - sum(idle) / sample["wall_ns"])
 
 
 def _fetch_cpu(sample: dict[str, Any], loader: LoaderFacts) -> float | None:
