@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from saturate.agent import settings
 from saturate.verify import series
 
 MODULES = """
@@ -247,3 +249,36 @@ def test_what_optimizers_are_set_to_is_recorded_by_tensor(script, start, tmp_pat
     assert [(one["lr"], one["weight_decay"]) for one in matrices] == [(0.5 * 0.5**k, 0.25) for k in range(4)]
     assert {(one["weight_decay"], one["betas"]) for one in biases} == {(0.0, (0.9, 0.999))} and "momentum" not in biases[0]
     assert sorted(found.dimensions) == [1, 1, 2, 2]
+
+
+#: As a technique does that steps an optimizer of its own: the user's goes on holding the same tensors, and is what the script schedules.
+SWAPPED = """
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+steps = optimizer
+while True:
+    net(torch.randn(8, 4)).square().mean().backward()
+    steps.step(); steps.zero_grad(); scheduler.step()
+    if scheduler.last_epoch == 2:
+        steps = torch.optim.AdamW([{**group} for group in optimizer.param_groups])
+"""
+
+
+def test_what_is_recorded_is_what_the_optimizer_is_set_to_that_steps(script, start, tmp_path: Path) -> None:
+    """Each tensor had two holders, so that nothing was recorded: a technique that had lost the schedule in this way verified."""
+    capture = {"folder": str(tmp_path), "updates": 5, "seed": 20, "aligned": False, "perturb": None}
+    start(str(script(SWAPPED)), capture=capture, step={"token": "S0", "count": 1, "tokens": ["B", "S0"]}).wait_ready()
+    rates = [[dict(one)["lr"] if one else None for one in row] for row in series.read(tmp_path).settings]
+    assert rates == [[rate, rate] for rate in (0.5, 0.25, 0.125, 0.125, 0.125)]
+
+
+def test_groups_that_a_wrapper_shares_with_its_optimizer_are_one() -> None:
+    """Sharpness-aware minimisation, and looking ahead: both step."""
+    weight, other = object(), object()
+    one, two = {"params": [weight], "lr": 0.1}, {"params": [weight, other], "lr": 0.2}
+    held = [SimpleNamespace(param_groups=groups) for groups in ([one], [one], [two])]
+    assert settings.of_parameters(held[:2], [weight]) == {"sets": [{"lr": 0.1}], "of": [0]}
+    assert settings.of_parameters(held, [weight, other])["of"] == [-1, 1]

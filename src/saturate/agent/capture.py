@@ -160,7 +160,7 @@ class Capture:
         ahead = bool(self._fetching - {threading.get_ident()})
         record = {"update": self.updates, "losses": sample.totals(session.losses),
                   "grad_norm": _total(session.torch, norms), "digest": "" if ahead else "".join(self._batches),
-                  "settings": settings.of_parameters(session.optimizers.living(), self._parameters)}
+                  "settings": settings.of_parameters(succession.players(session), self._parameters)}
         array(self._code, values).tofile(self._samples)
         self._samples.flush()
         self._log.write(json.dumps(record) + "\n")

@@ -12,8 +12,9 @@ NAMES = ("lr", "weight_decay", "momentum", "betas", "eps")
 
 
 def of_parameters(optimizers: Iterable[Any], parameters: list[Any]) -> dict[str, Any]:
-    """{"sets": different settings, "of": the number of each parameter's in them, -1 where not just one group holds it}."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    """{"sets": different settings, "of": the number of each parameter's in them, -1 where not just one group holds it}. optimizers: those
+    that step now, for one that has given its part to another may hold the same. Those around another one share its groups."""
+    groups = {id(group): group for optimizer in optimizers for group in optimizer.param_groups}.values()
     holders = Counter(id(p) for group in groups for p in group["params"])
     sets: list[dict[str, Any]] = []
     place_of: dict[int, int] = {}
