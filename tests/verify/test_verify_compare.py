@@ -417,3 +417,12 @@ def test_a_rate_that_follows_the_loss_is_compared_while_the_baseline_repeats_it(
     baseline = scheduled(plateau)
     assert compare(baseline, scheduled(later), tolerance(baseline, [scheduled(later)])).passed
     assert not compare(baseline, scheduled([2e-3] * N), tolerance(baseline, [scheduled(later)])).passed
+
+
+def test_a_rate_that_follows_the_loss_may_follow_it_sooner_than_in_the_twin():
+    """A candidate rounds in each update, and leaves a plateau before the twin does: it was rejected for what "the script sets"."""
+    baseline, twin, sooner, first = (scheduled([1e-3] * at + [1e-4] * (N - at)) for at in (24, 20, 16, 8))
+    allowed = tolerance(baseline, [baseline], [twin])
+    assert compare(baseline, sooner, allowed).passed
+    found = compare(baseline, first, allowed)
+    assert not found.passed and found.nearly, "more twins may tell"

@@ -22,7 +22,8 @@ NEAR = 10.0
 @dataclass(frozen=True)
 class Verdict:
     """`passed` None: nothing can be told. `reason` says why it did not pass, or how close it came. The caller fills in the subject of the
-    `curves`. `nearly`: it did not pass, but where it left the tolerance first it was not far outside; with more twins it might be inside."""
+    `curves`. `nearly`: it did not pass, but where it left the tolerance first it was not far outside, or its optimizers were set to something
+    else, which may follow the loss; with more twins it might be inside."""
 
     passed: bool | None
     reason: str
@@ -54,9 +55,8 @@ def bitwise(baseline: Series, candidate: Series) -> bool:
             and equal(baseline.samples, candidate.samples) and buffers_equal())
 
 
-def _other_training(baseline: Series, candidate: Series, settled: int = 0) -> str | None:
-    """A difference that no tolerance covers: another program, other data, other parameters, a run that broke off; for so many updates,
-    optimizers that are `settled`, and set to something else."""
+def _other_training(baseline: Series, candidate: Series) -> str | None:
+    """A difference that no tolerance covers: another program, other data, other parameters, a run that broke off."""
     if baseline.motif and candidate.motif and baseline.motif != candidate.motif:
         return f"the step changed: {candidate.motif!r} instead of {baseline.motif!r}"
     if len(candidate) < len(baseline) - 1:      # one record may be cut short when a run is ended
@@ -70,6 +70,11 @@ def _other_training(baseline: Series, candidate: Series, settled: int = 0) -> st
     for k, (expected, found) in enumerate(zip(baseline.samples, candidate.samples)):
         if len(expected) != len(found):
             return f"update {k} has {len(found)} sampled parameters instead of {len(expected)}"
+    return None
+
+
+def _set_otherwise(baseline: Series, candidate: Series, settled: int) -> str | None:
+    """What optimizers are set to otherwise in the first so many updates."""
     for k, (ours, theirs) in enumerate(zip(baseline.settings[:settled], candidate.settings)):
         for name, expected, found in settings.otherwise(ours, theirs):
             return f"{name} is {found} in update {k} instead of {expected}: what the optimizer is set to is not what the script sets"
@@ -141,9 +146,12 @@ def compare(baseline: Series, candidate: Series, tolerance: Tolerance) -> Verdic
     The reason names the first violated metric with its update, what was observed, and what is allowed. Ask
     `informative(baseline)` first: a baseline that shows nothing would let everything pass.
     """
-    other = _other_training(baseline, candidate, tolerance.settled)
+    other = _other_training(baseline, candidate)
     if other is not None:
         return Verdict(False, other)
+    otherwise = _set_otherwise(baseline, candidate, tolerance.settled)
+    if otherwise is not None:
+        return Verdict(False, otherwise, nearly=True)
     found = deviation(baseline, candidate)
     reason, times = None, math.inf
     for k in range(len(found.loss)):

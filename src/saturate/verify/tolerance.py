@@ -83,7 +83,7 @@ class Tolerance(OfMetrics):
     slowest: float
     moves: float
     excused: list[frozenset[str]]       # what of each update is broken in an unchanged or perturbed run as well (see `broken`)
-    settled: int = 0                    # updates in which every run of the baseline sets its optimizers alike
+    settled: int = 0                    # updates in which a candidate must set its optimizers as the baseline does
     apart: Apart | None = None          # what is asked as well of a training whose trajectories separate at once
 
     @property
@@ -199,7 +199,9 @@ def tolerance(
     chance = 1 / math.sqrt(max(1, moves_without_direction(baseline)))
     more = _total([abs(run.moves) for run in runs], LEAST_MORE, SAFETY * chance)
     excused = [frozenset(what for run in (*aa, *twins) if k < len(run) for what, _ in broken(baseline, run, k)) for k in range(n)]
-    return Tolerance(loss, gradient, turn, stretch, drift, statistics, lag, more, excused, settled(baseline, [*aa, *twins]), asked)
+    alike = settled(baseline, [*aa, *twins])
+    held = n if alike >= n else sum(_horizon(k) < alike for k in range(n))
+    return Tolerance(loss, gradient, turn, stretch, drift, statistics, lag, more, excused, held, asked)
 
 
 def _total(found: Sequence[float], *least: float) -> float:
