@@ -471,3 +471,25 @@ def test_the_winner_of_many_is_luckier_on_its_own_samples():
         true.append(best[1])
     assert sum(seen) / 6 > 0.84
     assert sum(true) / 6 < 0.825
+
+
+@pytest.mark.parametrize(("lost", "won", "verdict"), [(20, 20, "fail"), (9, 9, "pass"), (0, 0, "pass"), (900, 0, "fail")])
+def test_answers_that_change_both_ways_are_bounded_where_the_budget_says_so(lost, won, verdict):
+    """The score is the same with forty answers changed as with none."""
+    before, after = flips(2000, lost=lost, won=won)
+    assert compare(before, after, Budget(0.02, max_flips=0.01)).verdict == verdict
+    if lost == won:
+        assert compare(before, after, Budget(0.02)).verdict == "pass"
+    if lost == 20:
+        assert compare(before, after, Budget(0.02, max_flips=0.01)).reason == "2.0% of the answers changed between right and wrong, 1.0% is allowed"
+
+
+def test_flips_of_what_is_neither_right_nor_wrong_are_not_called_few():
+    for found in (compare(read([0.5, 2.5] * 500), read([0.5, 2.5] * 500), Budget(0.1, max_flips=0.01)), compare(read(0.9), read(0.9), Budget(0.1, max_flips=0.01))):
+        assert found.verdict == "undecided" and "right or wrong per sample" in found.reason
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, "2%", math.nan])
+def test_a_share_of_flips_is_a_share(value):
+    with pytest.raises(UsageError, match="max_flips"):
+        Budget(0.01, max_flips=value)

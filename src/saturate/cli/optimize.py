@@ -49,6 +49,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-drop", type=share, metavar="DROP", help="what the score may lose, in its own points: 1%% or 0.01"
     )
+    parser.add_argument(
+        "--max-flips", type=share, metavar="SHARE",
+        help="how many answers may change between right and wrong, whichever way (default: any)",
+    )
     parser.add_argument("--relative", action="store_true", help="--max-drop is a share of the model's own score")
     parser.add_argument("--lower-is-better", action="store_true", help="of the score")
     parser.add_argument(
@@ -161,6 +165,8 @@ def _search(arguments: argparse.Namespace, say: Progress) -> OptimizeRecord:
             "--check and --max-drop belong together: one scores, the other says what may be lost",
             remedy="give both, or neither for a search that does not change the answers",
         )
+    if arguments.max_flips is not None and arguments.check is None:
+        raise UsageError("--max-flips counts answers that --check calls right or wrong", remedy="give --check and --max-drop too")
     if len(limits := dict(arguments.limit)) < len(arguments.limit):
         raise UsageError("a --limit is given twice", remedy="give each name once")
     named = {
@@ -186,6 +192,7 @@ def _search(arguments: argparse.Namespace, say: Progress) -> OptimizeRecord:
             confidence=arguments.confidence,
             metric=arguments.metric,
             score_range=tuple(arguments.score_range) if arguments.score_range else None,
+            max_flips=arguments.max_flips,
         )
     model = call(found["model"], f"{arguments.model}()")
     inputs = call(found["--inputs"], f"{arguments.inputs}()")

@@ -71,6 +71,8 @@ class Budget:
     the baseline's score where `relative`. confidence: of the verdict, on one side; None asks for point estimates, which
     certify nothing. metric: which entry counts, where the check returns a dict of several. score_range: (lowest, highest)
     value that a sample's score can have: what an unseen sample may lose at most (None: `bounds.reach` says what is assumed).
+    max_flips: the share of samples whose answer may change between right and wrong, whichever way (None: any): as many may get
+    better as get worse, and the score does not show it. Needs a value of right or wrong per sample.
     Raises `UsageError` for values that mean nothing.
     """
 
@@ -80,6 +82,7 @@ class Budget:
     confidence: float | None = 0.95
     metric: str | None = None
     score_range: tuple[float, float] | None = None
+    max_flips: float | None = None
 
     #: For what `problem` says.
     REMEDY: ClassVar[str] = ("without relative=True, max_drop is in the unit of the scores: 0.01 is one percentage point "
@@ -100,6 +103,9 @@ class Budget:
         if self.score_range is not None and not _is_range(self.score_range):
             raise UsageError(f"a budget's score_range is a pair of numbers, the lower one first, not {self.score_range!r}",
                              remedy="write (0, 100) for scores in per cent")
+        if self.max_flips is not None and not (_is_number(self.max_flips) and 0 <= self.max_flips < 1):
+            raise UsageError(f"a budget's max_flips is a share of the samples, from 0 to 1; this is {self.max_flips!r}",
+                             remedy="write 0.02 where 2 % of the answers may change between right and wrong")
 
     @property
     def sign(self) -> int:
@@ -304,12 +310,25 @@ def compare(baseline: Scores, candidate: Scores, budget: Budget, *, share: float
     if (baseline.values is None) != (candidate.values is None):
         raise UnusableScores("the check returned values per sample for one model and a single number for the other")
     if baseline.values is None or candidate.values is None:
-        return _single(baseline, candidate, budget)
+        return _few_flips(_single(baseline, candidate, budget), budget)
     if len(baseline.values) != len(candidate.values):
         raise UnusableScores(
             f"the check returned {len(baseline.values)} scores for the baseline, {len(candidate.values)} for the candidate",
             "return one value per sample, for the same samples in the same order each time")
-    return _paired(baseline.values, candidate.values, budget, share, confirmed_at or budget.confidence)
+    return _few_flips(_paired(baseline.values, candidate.values, budget, share, confirmed_at or budget.confidence), budget)
+
+
+def _few_flips(found: Judgement, budget: Budget) -> Judgement:
+    """The same, unless more answers changed between right and wrong than the budget lets."""
+    if budget.max_flips is None or found.verdict == "fail":
+        return found
+    if found.flip_rate is None:
+        return replace(found, verdict="undecided", samples_needed=None,
+                       reason="max_flips asks how many answers changed, which only a value of right or wrong per sample tells")
+    if found.flip_rate <= budget.max_flips:
+        return found
+    return replace(found, verdict="fail", samples_needed=None,
+                   reason=f"{found.flip_rate:.1%} of the answers changed between right and wrong, {budget.max_flips:.1%} is allowed")
 
 
 def _drop(before: float, after: float, budget: Budget) -> float:
