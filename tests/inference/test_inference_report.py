@@ -10,6 +10,7 @@ import optimizations
 import pytest
 from pages import Page, stands_alone
 
+from saturate.inference.result import Result
 from saturate.records.inference import SEARCH_ENDED, TIME_ENDED, CandidateRecord, Fate, OptimizeRecord, ThroughputRow
 from saturate.records.result import Phase
 from saturate.report import inference as report
@@ -400,3 +401,9 @@ def test_a_ratio_is_not_said_twice_where_the_fates_are_explained():
 def test_a_confidence_is_not_rounded_to_certainty():
     for confidence, said in ((0.95, "95%"), (0.995, "99.5%"), (0.9999, "99.99%")):
         assert f">{said}<" in page.render(optimizations.win(confidence=confidence))
+
+
+def test_a_result_gives_the_front_of_its_record():
+    record = optimizations.win()
+    found = Result(record, None, None).pareto()
+    assert found == report.front(record.candidates) and 0 < len(found) < len(record.candidates)

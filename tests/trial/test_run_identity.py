@@ -464,6 +464,20 @@ def test_accelerate_launch(place: Place) -> None:
     place.same(*launcher, "a b", "--flag", stdin=b"one")
 
 
+def test_workers_that_compile_are_left_alone(place: Place) -> None:
+    """Inductor's import torch in an environment like the script's own."""
+    seen = "sorted(name for name in __import__('sys').modules if name.startswith('saturate')), 'torch' in __import__('sys').modules"
+    place.write(train(rest=f"""
+from torch._inductor.compile_worker.subproc_pool import SubprocPool
+pool = SubprocPool(1)
+print(pool.submit(eval, {seen!r}).result())
+pool.shutdown()
+print(optimizer.param_groups[0]['fused'])
+"""))
+    ours = place.under(["fused-optimizer"], sys.executable, "train.py")
+    assert (ours.returncode, ours.stdout) == (0, b"([], True)\nTrue\ndone\n") and b"saturate:" not in ours.stderr, ours.stderr
+
+
 @pytest.fixture
 def uv_run() -> list[str]:
     """`uv run` of this interpreter's environment, without a project and without a network."""
@@ -480,6 +494,22 @@ def test_uv_run(place: Place, uv_run: list[str]) -> None:
     assert (ours.returncode, ours.stdout, b"saturate:" in ours.stderr) == (0, b"True\ndone\n", False), ours.stderr
 
 
-def test_the_step_of_what_uv_runs_is_found(place: Place, uv_run: list[str], start: Callable) -> None:
-    trial = start(*uv_run, str(place.folder / place.write(train(updates=10**6))))
-    assert trial.wait_ready()["step"]
+@pytest.mark.parametrize("kind", ["module", "console script", "shell script", "accelerate launch", "uv run"])
+def test_the_step_is_found_however_the_training_is_started(kind: str, place: Place, start: Callable, request: pytest.FixtureRequest) -> None:
+    source = train(updates=10**6)
+    path = place.folder.parent / "train.py"         # where trials of tests begin
+    path.write_text(f"#!{sys.executable}\n{source}", encoding="utf-8")
+    path.chmod(0o755)
+    shell = path.with_name("train.sh")
+    shell.write_text(f'{sys.executable} train.py "$@"\n', encoding="utf-8")
+    if kind == "accelerate launch" and importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    command = {
+        "module": lambda: ["-m", "train"], "console script": lambda: ["./train.py", "x"], "shell script": lambda: ["bash", str(shell), "x"],
+        "accelerate launch": lambda: [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "train.py"],
+        "uv run": lambda: [*request.getfixturevalue("uv_run"), "train.py"],
+    }[kind]()
+    if kind == "console script":        # found on the PATH, as installed ones are
+        path.rename(path.with_name("my-trainer"))
+        command = [str(path.with_name("my-trainer")), "x"]
+    assert start(*command).wait_ready()["motif"].endswith("AdamW.step")
