@@ -133,7 +133,8 @@ def test_a_contender_has_a_level_below_one_however_many_came_before():
     for turn in (30, 40, 1000):
         level = accuracy.level(0.95, turn)
         assert accuracy.level(0.95, 20) < level < 1
-        assert compare(scores(*[1] * 40), scores(*[0] * 40), Budget(0.1, confidence=level)).verdict == "fail"
+        # All of forty are lost with a chance of 0.55**40 where 55 % are and 45 % are won, a drop of a tenth: not as little as that.
+        assert [compare(scores(*[1] * n), scores(*[0] * n), Budget(0.1, confidence=level)).verdict for n in (40, 200)] == ["undecided", "fail"]
 
 
 def test_the_metric_of_the_budget_must_be_there():
@@ -212,6 +213,27 @@ def test_a_relative_drop_of_a_score_that_may_be_zero_is_undecided():
     before = [random_.gauss(0.01, 1) for _ in range(100)]
     judgement = compare(read(before), read([value - 0.001 for value in before]), Budget(0.5, relative=True))
     assert judgement.verdict == "undecided" and judgement.drop_ci is not None and math.isinf(judgement.drop_ci[1])
+
+
+@pytest.mark.parametrize("right", [1, 4, 10])
+@pytest.mark.parametrize("n", [20, 200, 2000])
+def test_a_share_of_right_answers_is_as_uncertain_as_these_are_few_whatever_the_level(n, right):
+    """How many are wrong in both says nothing of it. An exact bound of the share that is lost, where none of `right` was: 1 - alpha**(1/right)."""
+    values = [1.0] * right + [0.0] * (n - right)
+    for alpha in (0.05, 0.033, 0.0037, 0.001, 1e-5, 1e-9):
+        bound = bounds.proportions(values, values, 1, True, 1 - alpha)(n, 1)
+        assert 0.98 * (1 - alpha ** (1 / right)) <= bound <= 1.001
+
+
+@pytest.mark.parametrize("confidence", [0.95, 0.999, 0.9999])
+@pytest.mark.parametrize("right", [1, 2, 3])
+def test_a_share_of_a_few_right_answers_is_not_known_and_ends_no_search(confidence, right):
+    """No share of them is so large that it could be excluded with such confidence."""
+    values = read([1] * right + [0] * (20 - right))
+    for turn in (0, 3, 40):
+        judgement = compare(values, values, Budget(0.1, relative=True, confidence=accuracy.level(confidence, turn)), confirmed_at=accuracy.level(confidence, turn))
+        assert judgement.verdict == "undecided" and judgement.drop == 0 and judgement.drop_ci[0] < 0 < judgement.drop_ci[1]
+        assert all(math.isfinite(end) for end in judgement.numbers()[1] or ())
 
 
 def test_a_single_number_certifies_nothing():

@@ -34,6 +34,9 @@ from statistics import NormalDist
 
 from saturate.measure.stats import t_quantile
 
+#: A drop that is so many times the baseline's score is none that anybody could name.
+_MOST = 1e12
+
 #: (samples, side) -> bound of the drop
 Bound = Callable[[int, int], float]
 
@@ -70,6 +73,8 @@ def _score_bound(cells: Sequence[Cell], z: float, side: int) -> float:
     near, far = 0.0, 1 / fsum(count for _, _, count in cells)
     while not _excluded(cells, centre + side * far, z, side):
         near, far = far, 2 * far
+        if far > _MOST:
+            return side * inf           # of so few right answers nothing is known, as a share of them
     while far - near > 1e-9 * far:
         middle = (near + far) / 2
         near, far = (near, middle) if _excluded(cells, centre + side * middle, z, side) else (middle, far)
@@ -83,9 +88,11 @@ def _excluded(cells: Sequence[Cell], delta: float, z: float, side: int) -> bool:
     if moments is None:
         return True
     variance, third = moments
-    skewness = (z * z - 1) / 6 * third / variance if variance > 0 else 0.0
+    step = side * third / variance if variance > 0 else 0.0
     n, total = fsum(count for _, count in contrasts), fsum(e * count for e, count in contrasts)
-    return side * total + 0.5 <= -z * sqrt(n * variance) + side * skewness
+    if sqrt(n * variance) < z / 2 * step:
+        return False            # that none was seen says nothing where hardly one is expected; the correction for skewness would exclude that
+    return side * total + 0.5 <= -z * sqrt(n * variance) + (z * z - 1) / 6 * step
 
 
 def _under_null(contrasts: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
