@@ -11,6 +11,7 @@ import pytest
 
 from saturate.agent import inspection, motif, observe
 from saturate.agent.optimizers import Optimizers
+from saturate.agent.session import Session
 from saturate.study import baseline
 from saturate.trial.process import TrialEnded
 from saturate.verify import series
@@ -170,6 +171,22 @@ if __name__ == "__main__":
     assert trial.run_block(0, 20).moved
 
 
+def test_a_forked_child_may_build_its_optimizers_itself(script, start):
+    """As Lightning's ddp_fork: only the loader is made in the parent. What the child built was not seen, and five steps of the critic were steps."""
+    trial = start(str(script(HEAD + """
+import torch.multiprocessing as mp
+def train(loader):
+    critic, generator = (torch.optim.SGD(part.parameters(), lr=1e-3) for part in (model[0], model[2]))
+    while True:
+        for optimizer in [critic] * 5 + [generator]:
+            optimizer.zero_grad(); model(next(iter(loader))[0]).pow(2).mean().backward(); optimizer.step()
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), 2)
+    child = mp.get_context("fork").Process(target=train, args=(loader,)); child.start(); child.join()
+""")))
+    assert trial.wait_ready()["step"]["tokens"] == ["B", "S0"] * 5 + ["B", "S1"]
+
+
 def test_children_of_a_training_are_left_alone(script, start):
     """One that runs a backward of its own, forked in the middle of it."""
     trial = start(str(script(HEAD + """
@@ -210,6 +227,19 @@ while True:
         g.zero_grad(); critic(maker(x)).mean().backward(); g.step()
 """,
 }
+
+
+def test_an_optimizer_that_another_thread_takes_away_ends_no_step():
+    """Two threads with an optimizer each: what was there at a look is gone at the next."""
+    class Taken(list):
+        def __contains__(self, item):
+            return True
+
+    session = types.SimpleNamespace(stepping=Taken())
+    Session._not_stepping(session, object())
+    session.stepping[:] = [1, id(session), 2]
+    Session._not_stepping(session, session)
+    assert session.stepping == [1]
 
 
 def test_weights_that_are_computed_are_not_asked_for_gradients(recwarn):

@@ -135,6 +135,8 @@ class Session(Guest):
         """Something that only a training process does: construct a loader, an optimizer or DDP, run backward."""
         if self.phase == "asleep" and not self.dead:
             self.guard(self.whole, self._wake)
+        elif self.phase == "discover" and self.asleep:
+            self.guard(self._take_over)
 
     def _wake(self) -> None:
         from torch.utils.data import get_worker_info
@@ -149,8 +151,8 @@ class Session(Guest):
         application.on_wake(self)
 
     def _take_over(self) -> None:
-        """A forked child trains what its parent built, which woke there: it holds all that the parent's session set up. Not where
-        the parent has trained itself: what its children run then is something else."""
+        """A forked child builds what is trained, or trains what its parent built, which woke there: it holds all that the parent's session
+        set up. Not where the parent has trained itself: what its children run then is something else."""
         from torch.utils.data import get_worker_info
 
         if not self.counts and get_worker_info() is None:
@@ -194,10 +196,8 @@ class Session(Guest):
             self.saves_into_files += 1
 
     def backward_begins(self, tensors: Any = ()) -> None:
-        if self.phase == "asleep":
+        if self.phase in ("asleep", "discover"):
             self.signs_of_training()
-        elif self.phase == "discover" and self.asleep:
-            self.guard(self._take_over)
         if self.capture is not None and not self.asleep:
             self.guard(self.capture.sees_graph, self.torch, tensors)
         self._began = self.mark()
@@ -279,8 +279,11 @@ class Session(Guest):
         self.guard(self._stepped, optimizer)
 
     def _not_stepping(self, optimizer: Any) -> None:
-        if id(optimizer) in self.stepping:
-            del self.stepping[self.stepping.index(id(optimizer)):]
+        try:
+            place = self.stepping.index(id(optimizer))      # first: another thread may step as well, and take it away behind a look
+        except ValueError:
+            return
+        del self.stepping[place:]
 
     def _stepped(self, optimizer: Any) -> None:
         self._token(self._name(optimizer))
