@@ -51,6 +51,20 @@ def test_other_failures_stay_the_commands(tmp_path, mode, kind, log, monkeypatch
     assert refusals.by_isolation(Outcome(kind, "why"), plan(tmp_path, mode), log) is None
 
 
+@pytest.mark.parametrize(("frame", "raised", "ours"), [
+    ("wandb/sdk/wandb_run.py", "    raise TypeError(\"Cannot use artifact when in offline mode.\")\nTypeError: Cannot use artifact when in offline mode.", True),
+    ("neptune/objects.py", "    raise NeptuneOfflineModeFetchException()\nneptune.exceptions.NeptuneOfflineModeFetchException", True),
+    ("wandb/sdk/wandb_init.py", "TypeError: init() got an unexpected keyword argument 'projekt'", False),
+    ("huggingface_hub/utils/_http.py", "huggingface_hub.errors.OfflineModeIsEnabled: Cannot reach https://huggingface.co: offline mode is enabled.", False),
+])
+@pytest.mark.parametrize("mode", ["overlay", "intercept"])
+def test_what_a_tracker_does_not_do_offline_is_no_failure_of_the_command(tmp_path, frame, raised, ours, mode):
+    log = f"{CRASH}    run.use()\n  File \"/v/lib/python3.11/site-packages/{frame}\", line 31, in use\n{raised}\n"
+    found = refusals.by_isolation(Outcome("crashed", "TypeError: why"), plan(tmp_path, mode), log)
+    assert (found is not None and found.kind == "refused_by_isolation" and "TypeError: why (trials keep" in found.reason) is ours
+    assert refusals.by_isolation(Outcome("crashed", "why"), plan(tmp_path, mode), log + CRASH + "ValueError: offline\n") is None
+
+
 @pytest.mark.parametrize(("kind", "said", "ours"), [
     ("crashed", "FileNotFoundError: [Errno 2] No such file or directory: '{here}/out/made.bin'", True),
     ("crashed", "RuntimeError: Not found: \"out/made.bin\": No such file or directory Error #2", True),

@@ -53,6 +53,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
+        self.color = False      # Python 3.14 paints usage lines on a terminal, of which `parser_of` makes other ones
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message}", remedy=f"{self.prog} --help")

@@ -20,6 +20,11 @@ _FOREIGN = re.compile(r"Value too large for defined data type|\[Errno 75\]|errno
 #: What is said of a file that lies where interception has redirected it, by who looks for it where the script made it.
 _ABSENT = re.compile(r"No such file or directory|\[Errno 2\]|errno = 2\b")
 
+#: The innermost frame in an experiment tracker, and what it says of being kept offline (`agent/trackers.py`).
+_TRACKER = re.compile(r' *File "[^"]*/(?P<name>wandb|comet_ml|neptune|clearml|swanlab|mlflow|aim|trackio)/[^"]*", line \d+, in ')
+_FRAME = re.compile(r'^ *File "', re.MULTILINE)
+_OFFLINE = re.compile(r"\boffline\b|\w*Offline\w*", re.IGNORECASE)
+
 _QUOTED = re.compile(r"['\"‘`]([^'\"’`\n]+)['\"’]")
 _ABSOLUTE = re.compile(r"(?<![\w./])/[^\s'\":,;)]+")
 #: As in "script.sh: line 2: out/log: Permission denied".
@@ -37,6 +42,9 @@ def by_isolation(outcome: Outcome, plan: CagePlan, log: str) -> Outcome | None:
     """What to say instead of `outcome` where the cage refused what this user may do outside of it; None: it did not."""
     if outcome.kind not in ("crashed", "exited"):
         return None
+    if (tracker := _asks_online(log)) and outcome.kind == "crashed":
+        return Outcome("refused_by_isolation", f"{outcome.reason} (trials keep {tracker} offline)",
+                       f"if the command works without saturate, switch {tracker} off for it (WANDB_MODE=disabled), or leave out what it asks of it")
     told = decisive(log).splitlines()
     last = told if outcome.kind == "crashed" else told[-_LAST_LINES:]
     remedy = _AS_ASKED if "SATURATE_ISOLATION=" in plan.reason else _WITHOUT_OVERLAYS
@@ -57,6 +65,14 @@ def by_isolation(outcome: Outcome, plan: CagePlan, log: str) -> Outcome | None:
         return Outcome("refused_by_isolation", f"{line} (read-only in a trial, which does not write there for real)", _elsewhere(plan))
     return Outcome("refused_by_isolation", f"{line} (writes are intercepted here: those of C libraries, of programs other than Python and "
                                            "of sockets are refused)", remedy)
+
+
+def _asks_online(log: str) -> str:
+    """The tracker that raised because it is offline; "" where none did."""
+    told = decisive(log)
+    frames = list(_FRAME.finditer(told))
+    found = _TRACKER.match(told, frames[-1].start()) if frames else None
+    return found["name"] if found and _OFFLINE.search(told, found.end()) else ""
 
 
 def _elsewhere(plan: CagePlan) -> str:
