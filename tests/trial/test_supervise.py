@@ -170,6 +170,27 @@ def test_the_workload_dies_with_its_supervisor(script, start):
     assert tree.state(pid) in ("Z", "X", "")
 
 
+def test_who_is_told_of_children_that_stop_does_not_see_them_frozen(script, start):
+    """A shell with job control went on behind its training, after a few of some hundred freezes, and "the script ended"."""
+    trial = start("-c", """
+import os, sys, time
+child = os.fork()
+while child == 0:
+    time.sleep(0.0005)
+print("waits", flush=True)
+sys.exit(os.waitpid(child, os.WUNTRACED)[1] and 3)
+""")
+    deadline = time.monotonic() + 20
+    while "waits" not in trial.output() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for _ in range(200):
+        assert tree.freeze(trial.supervisor.pid)
+        assert not [process for process in tree.descendants(trial.supervisor.pid) if tree.state(process) not in ("T", "t")]
+        tree.thaw(trial.supervisor.pid)
+        time.sleep(0.002)
+    assert len(tree.descendants(trial.supervisor.pid)) == 2
+
+
 def test_an_interrupted_end_is_taken_up_again(script, start, monkeypatch):
     """Ctrl-C in the middle of ending a trial must not leave its processes to run on."""
     trial = start(str(script(TRAINING + "train()")))

@@ -87,22 +87,40 @@ def _is_helper(pid: int) -> bool:
     return any(name in words for name in _HELPERS)
 
 
-def freeze(pid: int, timeout_s: float = 5.0) -> bool:
+#: How long the processes of one level are waited for at a time: one in uninterruptible sleep must not leave those below it running.
+_LEVEL_S = 0.02
+
+
+def freeze(pid: int, timeout_s: float = 20.0) -> bool:
     """SIGSTOP every descendant until none runs; False when some did not stop in time.
 
-    To be called at a gate only: a rank frozen in the middle of a collective dies of the others' timeout. New processes
-    may appear while we walk, so walk until two walks agree. The short sleep leaves the core to those that must stop.
+    To be called at a gate only: a rank frozen in the middle of a collective dies of the others' timeout. A parent stands still
+    before its children are stopped: one that is told of children that stop (a shell with job control, sudo) would take that for their end.
+    Processes may appear until then, so walk until nothing runs. The short sleeps leave the core to those that must stop.
     """
     deadline = time.monotonic() + timeout_s
-    while True:
-        running = [p for p in descendants(pid) if state(p) not in ("T", "t", "Z", "X", "")]
-        if not running:
-            return True
+    while _moving(descendants(pid)):
         if time.monotonic() > deadline:
             return False
-        for process in running:
-            _signal(process, signal.SIGSTOP)
+        level = children(pid)
+        while level:
+            _stop(level, min(deadline, time.monotonic() + _LEVEL_S))
+            level = [child for process in level for child in children(process)]
+    return True
+
+
+def _stop(processes: list[int], until: float) -> None:
+    """Wait until they stand still, or until then."""
+    moving = _moving(processes)
+    for process in moving:
+        _signal(process, signal.SIGSTOP)
+    while moving and time.monotonic() < until:
         time.sleep(1e-4)
+        moving = _moving(moving)
+
+
+def _moving(processes: Iterable[int]) -> list[int]:
+    return [process for process in processes if state(process) not in ("T", "t", "Z", "X", "")]
 
 
 def thaw(pid: int) -> None:
