@@ -21,8 +21,10 @@ from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
 from saturate.inference.accuracy import Judgement, read  # noqa: E402
 from saturate.inference.failures import WorkerFailed  # noqa: E402
 from saturate.inference.generation import Budget, conclusion, decode, generate, host, remembered  # noqa: E402
+from saturate.inference.generation import Sampling  # noqa: E402
 from saturate.inference.generation import optimize as optimize_in_processes  # noqa: E402
 from saturate.inference.generation import search as module  # noqa: E402
+from saturate.inference.generation.build import Way, build  # noqa: E402
 from saturate.inference.journal import Journal, rests  # noqa: E402
 from saturate.inference.jury import Jury  # noqa: E402
 from saturate.records.generation import GenerationCandidate  # noqa: E402
@@ -342,7 +344,7 @@ def judged(check, budget, run, *, confirming=False):
     """What is said of a way that changes numbers and is raced to be faster, and of the check. Both loops answer with `run(prompts)`."""
     search = module.Search.__new__(module.Search)
     search.check, search.budget, search.kinds, search.notes, search.memory = check, budget, {"weights"}, [], remembered.Memory()
-    search.selection, search.request = [[[1]] * 100], None
+    search.selection, search.request = [[[1]] * 100], decode.Request(1)
     search._base = host = SimpleNamespace(prepare=lambda rows, request: SimpleNamespace(tokens=run(rows)))
     search._control()
     row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.5)
@@ -392,6 +394,17 @@ def test_a_record_holds_no_infinite_drop():
                     Budget(max_drop=0.5, relative=True), lambda rows: rows)
     assert row.verdict == "undecided" and row.accuracy_drop is not None and row.accuracy_drop_ci is None
     assert msgspec.json.decode(msgspec.json.encode(row), type=GenerationCandidate) == row
+
+
+def test_a_check_that_asks_one_prompt_several_times_gets_several_texts():
+    """Each of its batches began from the same seed: eight samples of one answer were one, counted eight times."""
+    search = module.Search.__new__(module.Search)
+    search.selection, search.request = [[[1]] * 2], decode.Request(6, Sampling(seed=3))
+    loop = build(torch, toys.Cached(), Way(), [[1, 2, 3]] * 2, search.request)
+    host = SimpleNamespace(prepare=lambda rows, request: loop.generate(rows, request))
+    texts = search._run(host, [[1, 2, 3]] * 8)
+    assert len(set(map(tuple, texts))) > 2, "those of one batch differ anyway"
+    assert texts == generate(toys.Cached(), [[1, 2, 3]] * 8, max_new_tokens=6, sampling=Sampling(seed=3), batch_size=2).tokens
 
 
 def test_ctrl_c_returns_the_best_so_far(monkeypatch):

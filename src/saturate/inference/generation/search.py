@@ -312,8 +312,11 @@ class Search:
     def _run(self, host: Host, prompts: Any) -> list[list[int]]:
         rows = as_lists(prompts)
         size = max(map(len, self.selection))
-        return [row for at in range(0, len(rows), size)
-                for row in host.prepare(rows[at:at + size], self.request).tokens]     # untimed, and of other shapes
+        answers: list[list[int]] = []
+        for number, at in enumerate(range(0, len(rows), size)):
+            asked = replace(self.request, sampling=self.request.sampling.of_batch(number))      # as `Loop.generate_all` draws them
+            answers += host.prepare(rows[at:at + size], asked).tokens       # untimed, and of other shapes
+        return answers
 
     def _scored(self, record: GenerationCandidate, host: Host, fate: Fate, reason: str,
                 confirming: bool) -> GenerationCandidate:
