@@ -208,6 +208,14 @@ TECHNIQUES: dict[str, tuple[str, str, str, str]] = {
     read, begin = Timeline.read, Session.clock()
     context.set_attribute(Timeline, "read", lambda self, marks: [int(begin + (ns - begin) * 0.93) for ns in read(self, marks)])
 ''', ""),
+    "steps_aside": ("exact", "model", _MODE + '''
+    if timed:
+        waits_less(context, options)
+        context.note("steps-aside", "it waits less")
+''', '''
+def active(evidence, options):
+    return Proof("steps-aside" in evidence.notes, "it has stepped aside")
+'''),
     "two_faced": ("exact", "model", _MODE + _FASTER + '''
     def wrap(inner):
         def forward(self, x):

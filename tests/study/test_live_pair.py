@@ -300,6 +300,16 @@ def test_a_failed_verification_run_ends_the_one_beside_it(bench: Bench, tmp_path
         assert ended.value.outcome.kind == "killed_by_signal" and ended.value.side == "b" and not bench.living
 
 
+def test_what_steps_aside_in_its_verification_run_has_not_verified(bench: Bench, tmp_path: Path) -> None:
+    """It was bit-identical to the baseline there, which it was: as a cache that is not worth it in that run, or a compiler that gives up."""
+    techniques = (candidate(tmp_path, "steps_aside"),)
+    bench.finish_live(bench.live("screen", techniques))
+    with pytest.raises(TrialEnded) as ended:
+        Verifier(bench).verify(techniques)
+    assert ended.value.outcome.kind == "not_active" and ended.value.side == "b" and not bench.living
+    assert "it has stepped aside" in ended.value.outcome.reason
+
+
 def test_a_verification_run_of_the_baseline_that_fails_is_told_from_the_candidates(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(trial: Trial, hello: Any) -> None:
         raise trial.end(Outcome("crashed", "for a test"))

@@ -907,11 +907,12 @@ def test_a_race_that_does_not_tell_drops_nothing_and_is_told_of() -> None:
 @pytest.mark.parametrize(("side", "fate", "reason"), [
     ("a", "inconclusive", "in verification: baseline, which it was compared with, ended: crashed: for a test"),
     ("b", "failed", "in verification: crashed: for a test"),
+    ("b not_active", "not_applied", "in verification: not active: for a test"),
 ])
 def test_a_run_of_the_baseline_that_fails_in_verification_is_no_fault_of_the_candidate(side: str, fate: str, reason: str) -> None:
     def fails(techniques: Any) -> Verified:
-        ended = TrialEnded(Outcome("crashed", "for a test"))
-        ended.side = side
+        ended = TrialEnded(Outcome(side[2:] or "crashed", "for a test"))
+        ended.side = side[0]
         raise ended
 
     world: Any = World({"fast": (0.6, 0.0)}, None)

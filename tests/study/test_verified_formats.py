@@ -20,7 +20,7 @@ from saturate.trial.process import Workload
 
 pytestmark = pytest.mark.slow
 
-GATED = WORKLOAD.replace("torch.tanh(self.a(x))", "nn.functional.silu(self.a(x)) * torch.sin(self.a(x))")
+GATED = WORKLOAD.replace("torch.tanh(self.a(x))", "nn.functional.silu(self.a(x)) * torch.sin(self.a(x))").replace("zero_grad()", "zero_grad(set_to_none=False)")
 SCRIPTS = {
     "autocast": GATED.replace("return self.b", "with torch.autocast('cpu', torch.bfloat16): return self.b").replace("model(inputs)", "model(inputs).float()"),
     "held": GATED.replace("model = Net()", "model = Net().to(torch.bfloat16)").replace("model(inputs)", "model(inputs.bfloat16()).float()"),

@@ -353,7 +353,7 @@ class Bench:
             self._check_events(trial, windows, merging(techniques))
         else:
             self.warm_ups.append(windows)       # whatever it does: that is the training
-        evidence = self._prove(trial, techniques)
+        evidence = self.prove(trial, techniques)
         trial.freeze()
         self._note_losses(trial, techniques)        # a process that races share lives long: what it says is asked for before it ends
         startup_s = trial.first_gate_s or 0.0
@@ -368,7 +368,7 @@ class Bench:
         return Live(trial, techniques, hello, evidence, startup_s, sum(steps[:first]) / 1e9,
                     step_ms, settled is not None, {token: rate(windows, token) for token in windows[-1][1]}, record, too_long)
 
-    def _prove(self, trial: Trial, techniques: Set) -> Evidence:
+    def prove(self, trial: Trial, techniques: Set) -> Evidence:
         """Raise TrialEnded unless every technique shows that it took effect, on rank 0: some act there only, as where that one saves."""
         evidence = msgspec.convert(trial.ask("evidence"), Evidence)
         for candidate in techniques:
@@ -384,7 +384,7 @@ class Bench:
         """Raise TrialEnded unless every technique is still in effect: the training may have gone on with another model since."""
         live.trial.thaw()
         self.check_applied(live.trial, live.trial.greeting())
-        self._prove(live.trial, live.techniques)
+        self.prove(live.trial, live.techniques)
 
     def _check_events(self, trial: Trial, windows: list[Window], fewer: int = 1) -> None:
         """A step must consist of the same events as the baseline's: what skips backward passes or reports steps that

@@ -145,7 +145,7 @@ class Standing:
         try:
             return crowding.verify(self.verifier, self.racer, techniques)
         except TrialEnded as ended:
-            says_nothing = ended.side == "a" or ended.outcome.kind == "not_in_time"
+            says_nothing = ended.side == "a" or ended.outcome.kind in ("not_in_time", "not_active")
             fate, reason = of_end(ended, self.verifier.reference) if says_nothing else ("failed", how(ended))
             if candidate is not None:
                 self.settle(candidate, fate, f"in verification: {reason}")
