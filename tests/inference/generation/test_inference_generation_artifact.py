@@ -3,9 +3,11 @@ is damaged, foreign or not buildable."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import tempfile
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,7 @@ import saturate  # noqa: E402
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError  # noqa: E402
 from saturate.inference import artifact as stored_artifact  # noqa: E402
 from saturate.inference import lines  # noqa: E402
-from saturate.inference.generation import LOOKUP, artifact, optimize, safetensors  # noqa: E402
+from saturate.inference.generation import LOOKUP, artifact, host, optimize, safetensors  # noqa: E402
 from saturate.inference.generation.decode import Request  # noqa: E402
 from saturate.inference.generation.recipe import MODEL, Given, Recipe  # noqa: E402
 from saturate.inference.generation.sampling import GREEDY  # noqa: E402
@@ -301,17 +303,41 @@ def test_an_artifact_that_says_something_else_is_not_accepted(tmp_path):
     """The fresh process answers with the tokens of other weights."""
     host = Ready("", Recipe(), ROW)
     host.ready = type("Prepared", (), {"tolerance": 0.0})
-    host.prepare = lambda batch, request: type("Run", (), {"tokens": [[1, 2, 3] for _ in batch]})
+    host.prepare = lambda batch, request: type("Run", (), {"tokens": [[1, 2, 3] for _ in batch], "total_ns": 1})
     host.last_logits = lambda text: torch.arange(13.0)
 
     class Yard:
-        def running(self, *arguments):
-            import contextlib
+        slowest_s = 0.0
 
+        def running(self, *arguments):
             return contextlib.nullcontext(host)
 
     with pytest.raises(ArtifactDamaged, match="says something else"):
         artifact.proved(Yard(), tmp_path, [[PROMPTS[0]]], [[[1, 2, 4]]], Request(3))
+
+
+def test_what_takes_minutes_for_a_batch_can_be_saved(monkeypatch, tmp_path):
+    """All that took more than a minute for a batch was ended for it behind ten minutes, and "does not load in a fresh process". The clock
+    is moved by batches alone."""
+    now, limits = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    yard = host.Yard(torch, None, None, 600.0)
+
+    class Way:
+        ready = type("Prepared", (), {"tolerance": 0.0})
+        last_logits = None
+
+        def prepare(self, batch, request):
+            now[0] += 90.0
+            return type("Run", (), {"tokens": [[1, 2, 3] for _ in batch], "total_ns": 90 * 10**9, "new_tokens": 3})
+
+        def generate(self, batch, request):
+            limits.append(yard._batch_s())
+            return self.prepare(batch, request)
+
+    yard.running = lambda *arguments: contextlib.nullcontext(Way())
+    artifact.proved(yard, tmp_path, [[PROMPTS[0]]] * 2, [[[1, 2, 3]]] * 2, Request(3))
+    assert min(limits) > 90.0 and len(limits) == 6, "and no more rounds than needed are begun behind the end"
 
 
 def fewer_layers(model):

@@ -9,6 +9,7 @@ unpickled, and no code is imported that the artifact names, but those classes.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -276,14 +277,15 @@ def proved(yard: Yard, stored: Path, batches: list[list[list[int]]], wanted: lis
     try:
         with yard.running(stored, batches[0], request) as host, yard.running(Recipe(), batches[0], request) as plain:
             for batch, tokens in zip(batches, wanted):
-                plain.prepare(batch, greedy)        # both meet each shape before they are timed
+                took_s = plain.prepare(batch, greedy).total_ns / 1e9        # both meet each shape before they are timed
+                yard.slowest_s = max(yard.slowest_s, took_s)        # by which a hang is told, also behind the end of the time
                 same = agreement(batch, tokens, host.prepare(batch, greedy).tokens, host.ready.tolerance,
                                  host.last_logits)
                 if same.different:
                     raise ArtifactDamaged("the stored way to generate says something else after it was loaded again",
                                           cause=same.words(), remedy=_NOT_ITS)
             found, _, _ = measure.race(lambda batch: plain.generate(batch, request),
-                                       lambda batch: host.generate(batch, request), batches)
+                                       lambda batch: host.generate(batch, request), batches, yard.deadline - time.monotonic())
             return found
     except (WorkerFailed, Refused) as error:
         if isinstance(error, WorkerFailed) and error.kind == "disk_full":
