@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +17,8 @@ import generation_models as toys  # noqa: E402
 
 from saturate.errors import CheckUnusable, StudyLocked, UsageError, WorkloadFailed  # noqa: E402
 from saturate.inference.accuracy import Scores  # noqa: E402
-from saturate.inference.generation import Budget, host, optimize, prompts  # noqa: E402
+from saturate.inference.generation import Budget, decode, host, optimize, prompts  # noqa: E402
+from saturate.inference.generation.recipe import Recipe  # noqa: E402
 from saturate.inference.jury import Jury  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
@@ -108,6 +111,40 @@ def test_a_way_that_hangs_has_what_is_left_and_a_slow_plain_loop_is_waited_for()
     assert yard._batch_s() == 110
     yard.slowest_s = 0.0
     assert yard._batch_s() == 60
+
+
+def test_what_took_long_to_start_may_take_as_long_again_when_it_is_confirmed(monkeypatch):
+    """It had a minute, or half of what was left: what had been compiled, or loaded, for two was ended, and the winner lost."""
+    now, given_s = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    yard = host.Yard(torch, None, None, 150.0)
+    yard.source, yard._folder = SimpleNamespace(device="cpu"), Path()
+
+    class Starting:
+        def __init__(self, *source, prepare_s, **more):
+            given_s.append(prepare_s)
+
+        def ask(self, what, *given, limit_s):
+            given_s.append(limit_s)
+            now[0] += 70.0
+            return SimpleNamespace(tokens=[])
+
+        def freeze(self):
+            pass
+
+    monkeypatch.setattr(host, "Worker", Starting)
+    tried = yard.start(Recipe("draft", may_stop=False), [[1]], decode.Request(4))
+    assert given_s == [75.0, 75.0]
+    now[0] = 160.0
+    again = Recipe("draft", may_stop=True)       # as the winner runs
+    yard.start(again, [[1]], decode.Request(4))
+    assert given_s[2:] == [280.0, 280.0], "four times what it took"
+    now[0] = 160.0
+    yard.start(Recipe("lookup"), [[1]], decode.Request(4))
+    assert given_s[4:] == [60.0, 60.0], "of this one nothing is known"
+    tried._worker.ask = lambda *given, limit_s: now.__setitem__(0, now[0] + 100.0)
+    tried.prepare([[1]], decode.Request(4))
+    assert yard._prepare_s(Recipe("draft")) == 400.0, "what a first batch compiles is known as well"
 
 
 def test_the_prompts_that_choose_do_not_confirm():

@@ -7,9 +7,10 @@ memory ends with it. `isolate=False` is for a model of which the device does not
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from saturate.inference.generation.decode import Request, Run
 from saturate.inference.generation.draft_length import Costs
 from saturate.inference.generation.models import plain_forward, without_gradients
 from saturate.inference.generation.recipe import Given, Recipe
-from saturate.inference.process import REQUEST_S, Worker, request_limit_s
+from saturate.inference.process import LATE_PATIENCE, REQUEST_S, Worker, request_limit_s
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import NotApplied
 from saturate.records.inference import Fate, ModelFacts
@@ -132,10 +133,10 @@ class Remote:
     """In a process of its own, which stands still between requests."""
 
     def __init__(self, worker: Worker, what: Recipe | Path, batch: Batch, request: Request, prepare_s: Callable[[], float],
-                 batch_s: Callable[[], float]):
+                 batch_s: Callable[[], float], took: Callable[[float], None] = lambda seconds: None):
         """what: a recipe, or the folder of an artifact. prepare_s, batch_s: how long what may compile, and a batch, may take from
-        now on."""
-        self._worker, self._prepare_s, self._batch_s = worker, prepare_s, batch_s
+        now on. took: told how long something that may compile took."""
+        self._worker, self._prepare_s, self._batch_s, self._took = worker, prepare_s, batch_s, took
         where, said = (_STORED, str(what)) if isinstance(what, Path) else (_HERE, what)
         try:
             found = worker.ask(f"{where}:start", said, [list(row) for row in batch], request, limit_s=prepare_s())
@@ -148,7 +149,10 @@ class Remote:
             raise
 
     def prepare(self, batch: Batch, request: Request) -> Run:
-        return self._generate(batch, request, max(self._prepare_s(), self._batch_s()))
+        began = time.monotonic()
+        run = self._generate(batch, request, max(self._prepare_s(), self._batch_s()))
+        self._took(time.monotonic() - began)
+        return run
 
     def generate(self, batch: Batch, request: Request) -> Run:
         return self._generate(batch, request, self._batch_s())
@@ -169,6 +173,7 @@ class Yard:
     def __init__(self, torch: Any, given: Given, folder: Path | None, deadline: float,
                  memory_bytes: int | None = None):
         self.deadline, self.slowest_s = deadline, 0.0
+        self._took: dict[Recipe | Path, float] = {}         # seconds to start a way, or for a batch that it had not seen
         self._torch, self._given, self._memory_bytes = torch, given, memory_bytes
         self.source = None
         if folder is not None:
@@ -185,13 +190,22 @@ class Yard:
         if self.source is None:
             assert isinstance(what, Recipe)
             return Local(self._torch, self._given, what, batch, request)
+        began, prepare_s, took = time.monotonic(), functools.partial(self._prepare_s, what), functools.partial(self.know, what)
         worker = Worker(self.source, Candidate(), folder=self._folder / "processes",
-                        threads=self._torch.get_num_threads(), memory_bytes=self._memory_bytes, prepare_s=self._prepare_s(),
+                        threads=self._torch.get_num_threads(), memory_bytes=self._memory_bytes, prepare_s=prepare_s(),
                         facts=ModelFacts(device=self.source.device.partition(":")[0]))
-        return Remote(worker, what, batch, request, self._prepare_s, self._batch_s)
+        host = Remote(worker, what, batch, request, prepare_s, self._batch_s, took)
+        took(time.monotonic() - began)
+        return host
 
-    def _prepare_s(self) -> float:
-        return max(_LEAST_PREPARE_S, _PREPARE_SHARE * (self.deadline - time.monotonic()))
+    def know(self, what: Recipe | Path, seconds: float) -> None:
+        """That it takes so long to start."""
+        self._took[_kind(what)] = max(seconds, self._took.get(_kind(what), 0.0))
+
+    def _prepare_s(self, what: Recipe | Path) -> float:
+        """What was found is started again to be confirmed, when most of the time is over."""
+        known = LATE_PATIENCE * self._took.get(_kind(what), 0.0)
+        return max(_LEAST_PREPARE_S, known, _PREPARE_SHARE * (self.deadline - time.monotonic()))
 
     def _batch_s(self) -> float:
         """By what the plain loop took for its slowest batch: a hang must not take the time of everything else."""
@@ -205,6 +219,11 @@ class Yard:
             yield host
         finally:
             host.close()
+
+
+def _kind(what: Recipe | Path) -> Recipe | Path:
+    """The same for a way as it is tried and as it is confirmed."""
+    return what if isinstance(what, Path) else replace(what, may_stop=True)
 
 
 # -- in the process of a way: the first argument is the worker's context ---------------------------------------------
