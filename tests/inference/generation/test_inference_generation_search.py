@@ -316,6 +316,29 @@ def test_a_confirmation_that_was_ended_from_outside_is_made_once_more(outside, l
     assert search._conclude(plain).label == label and bool(search.cut_short) is False
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_plain_loop_that_ends_in_a_confirmation_is_started_again_and_the_way_not_blamed(monkeypatch, tmp_path, times):
+    """The way had failed, for a reason of the plain loop's, and that was remembered for good."""
+    ends = [WorkerFailed("failed", "ended by signal 11")] * times
+    real, confirming = host.Yard.start, []
+
+    def start(self, what, batch, request):
+        if confirming and what == module.PLAIN and ends:
+            raise ends.pop()
+        return real(self, what, batch, request)
+
+    monkeypatch.setattr(host.Yard, "start", start)
+    arguments = {"max_new_tokens": NEW, "draft": Slow(step_ns=50_000), "time": "30s", "ways": ("draft",), "workdir": tmp_path}
+    result = optimize(Slow(), PROMPTS, say=lambda line: confirming.append(line) if line.startswith("confirm") else None, **arguments)
+    row = next(row for row in result.record.candidates if row.id == "speculative, draft model")
+    if times == 1:
+        assert row.fate == "kept"
+        return
+    assert row.fate == "failed" and "twice the plain loop's own process ended beside it: ended by signal 11" in row.reason
+    assert result.record.verdict == "inconclusive"
+    assert optimize(Slow(), PROMPTS, **arguments).best == "speculative, draft model", "it has another turn"
+
+
 @pytest.mark.parametrize(("changes", "is_open"), [
     ({"fate": "undecided", "speedup": 1.8}, True), ({"fate": "undecided", "speedup": 0.9}, False), ({"fate": "inconclusive"}, True),
     ({"fate": "not_tried", "reason": conclusion.TIME_OVER}, True), ({"fate": "not_tried", "reason": "pass check="}, False),

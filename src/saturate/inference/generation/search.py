@@ -8,10 +8,11 @@ processes, on prompts and samples that took no part in choosing it; one that doe
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -50,6 +51,8 @@ _PAIRS = 3
 _MOST_CONFIRMED = 3
 
 PLAIN = Recipe()
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -174,6 +177,7 @@ class Search:
         known = self.memory.tried(label)
         if known is not None:
             record, seconds = known, known.prepare_s or 0.0
+            self.yard.know(recipe, seconds)
             self.say(f"{label}: known from the search before")
         else:
             if time.monotonic() > self._until():
@@ -208,7 +212,7 @@ class Search:
         except _PlainEnded as ended:
             self._renew()
             self.cut_short.add(label)
-            return _with(record, fate="failed", reason=f"twice the plain loop's own process ended beside it: {ended}"), False
+            return _with(record, fate="failed", reason=f"{_TWICE}: {ended}"), False
 
     def _renew(self) -> None:
         """A fresh process with the plain loop. Raises WorkerFailed."""
@@ -218,10 +222,7 @@ class Search:
 
     def _plain(self, batch: Batch, request: Request) -> Any:
         """A run of the plain loop. Raises _PlainEnded: that is not to be blamed on the way beside it."""
-        try:
-            return self._base.generate(batch, request)
-        except WorkerFailed as error:
-            raise _PlainEnded(error.reason) from error
+        return _of_plain(lambda: self._base.generate(batch, request))
 
     def _measured(self, record: GenerationCandidate, recipe: Recipe, like: Recipe) -> tuple[GenerationCandidate, bool]:
         """As `_tried`, in a process of its own. Raises _PlainEnded."""
@@ -373,8 +374,11 @@ class Search:
         self.say(f"confirm: {best.label}")
         tried, best.recipe = best.record, replace(best.recipe, may_stop=True)
         try:
-            record = once_more(lambda: self._again(best))
+            record = self._once_more(best)
             lasting = record.fate != "inconclusive"
+        except _PlainEnded as ended:
+            record, lasting = _with(tried, fate="failed", reason=f"{_TWICE}: {ended}"), False
+            self.cut_short.add(best.label)
         except (Refused, WorkerFailed) as error:
             record = _with(tried, fate="failed", reason=str(error))
             lasting = not isinstance(error, WorkerFailed) or _own_doing(error)
@@ -397,8 +401,15 @@ class Search:
         self.notes.append(f"{ready.label} was faster on the prompts that chose it, and not on others" if record.fate in _WORKED
                           else f"{ready.label} was faster on the prompts that chose it, and does not hold on others: {record.reason}")
 
+    def _once_more(self, best: Ready) -> GenerationCandidate:
+        """As `_again`; tried again where it was no fault of the way's that a process ended."""
+        try:
+            return once_more(lambda: self._again(best))
+        except _PlainEnded:
+            return once_more(lambda: self._again(best))
+
     def _again(self, best: Ready) -> GenerationCandidate:
-        """The winner's record, from races in fresh pairs of processes."""
+        """The winner's record, from races in fresh pairs of processes. Raises _PlainEnded."""
         pairs: list[list[float]] = []
         before: list[Any] = []
         after: list[Any] = []
@@ -406,14 +417,14 @@ class Search:
         start_s = 0.0           # of a pair, which no deadline cuts short
         while True:
             first, began = self.confirmation[0], time.monotonic()
-            with (self.yard.running(PLAIN, first, self.request) as base,
+            with (contextlib.closing(_of_plain(lambda: self.yard.start(PLAIN, first, self.request))) as base,
                   self.yard.running(best.recipe, first, self.request) as host):
-                self._texts[PLAIN, True] = self._warmed(base, self.confirmation)
+                self._texts[PLAIN, True] = _of_plain(lambda base=base: self._warmed(base, self.confirmation))
                 text = self._warmed(host, self.confirmation)
                 start_s = max(start_s, time.monotonic() - began)
                 left = max(0.0, ends - time.monotonic()) / (_PAIRS - len(pairs) + 1)
                 ratios, one, other = measure.rounds(
-                    lambda batch, base=base: base.generate(batch, self.request),
+                    lambda batch, base=base: _of_plain(lambda: base.generate(batch, self.request)),
                     lambda batch, host=host: host.generate(batch, self.request), self.confirmation, left)
                 pairs.append(ratios)
                 before += one
@@ -426,6 +437,18 @@ class Search:
 
 class _PlainEnded(Exception):
     """The plain loop's process ended beside a way that was tried; the message says how."""
+
+
+#: What is said of a way that could not be compared for that.
+_TWICE = "twice the plain loop's own process ended beside it"
+
+
+def _of_plain(asked: Callable[[], T]) -> T:
+    """What the plain loop's process gives. Raises _PlainEnded."""
+    try:
+        return asked()
+    except WorkerFailed as error:
+        raise _PlainEnded(error.reason) from error
 
 
 def _own_doing(error: WorkerFailed) -> bool:
