@@ -179,6 +179,16 @@ def test_a_search_on_another_device_begins_anew():
     assert len({key("", "cpu"), key("NVIDIA H100", "cuda:0"), key("NVIDIA H200", "cuda:0")}) == 3
 
 
+def test_another_version_of_a_library_is_tried_anew(monkeypatch):
+    """What torchao had failed at, or lost, was held against a newer one."""
+    def key(version):
+        monkeypatch.setattr(remembered, "installed", lambda: {"torchao": version}, raising=False)
+        given = SimpleNamespace(model=toys.Cached())
+        return remembered.key_of(torch, given, SimpleNamespace(source=SimpleNamespace(model_hash="m"), isolated=True), ())
+
+    assert key("0.17.0") == key("0.17.0") != key("0.18.0")
+
+
 def test_other_text_is_rejected(monkeypatch):
     """Drafts that are taken unseen are the fastest, and wrong."""
     from saturate.inference.generation import sampling
@@ -428,6 +438,26 @@ def test_a_check_that_asks_one_prompt_several_times_gets_several_texts():
     texts = search._run(host, [[1, 2, 3]] * 8)
     assert len(set(map(tuple, texts))) > 2, "those of one batch differ anyway"
     assert texts == generate(toys.Cached(), [[1, 2, 3]] * 8, max_new_tokens=6, sampling=Sampling(seed=3), batch_size=2).tokens
+
+
+def test_scores_are_known_as_long_as_the_check_says_the_same_of_the_model(tmp_path, monkeypatch):
+    """The code of a check is the same where a file that it reads is not: what an earlier file had said of a way was told again."""
+    data, asked = tmp_path / "answers.txt", []
+    record = GenerationCandidate(id="int8", numerics="precision", fate="rejected_accuracy", reason="")
+
+    def check(run):
+        return [float(token in data.read_text().split()) for token in map(str, run([[1, 2, 3]])[0])]
+
+    def tried(self, plain):
+        known = self.memory.tried("int8")
+        asked.append(known is None)
+        self.memory.keep_tried(record)
+
+    monkeypatch.setattr(module.Search, "_walk", tried)
+    for text in ("0 1 2 3 4 5 6", "0 1 2 3 4 5 6", "7 8 9 10 11 12", "7 8 9 10 11 12"):
+        data.write_text(text)
+        optimize(Slow(), PROMPTS, max_new_tokens=NEW, check=check, budget=Budget(max_drop=0.9), workdir=tmp_path / "w")
+    assert asked == [True, False, True, False]
 
 
 def test_ctrl_c_returns_the_best_so_far(monkeypatch):

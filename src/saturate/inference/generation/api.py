@@ -248,13 +248,16 @@ def optimize(
     with evaluating(torch, *_models(model, given.draft)), _folder(workdir, isolate) as folder:
         plain = build(torch, model, given.way(PLAIN), selection[0], request)
         yard = Yard(torch, given, folder if isolate else None, deadline, memory_limit(str(plain.target.device)))
-        journal: Journal | None = None
         notes: list[str] = []
-        if workdir is not None and folder is not None:
-            journal = Journal(folder, remembered.key_of(torch, given, yard, (selection, confirmation, request, budget)),
-                              more=rests(torch, check))
+
+        def recall(heard: tuple[Any, ...]) -> remembered.Memory:
+            if workdir is None or folder is None:
+                return remembered.Memory(None, notes)
+            key = remembered.key_of(torch, given, yard, (selection, confirmation, request, budget))
+            return remembered.Memory(Journal(folder, key, more=rests(torch, check, heard=heard)), notes)
+
         search = Search(torch, given, yard, selection, confirmation, request, deadline, plain, check, budget,
-                        say, frozenset(ways), remembered.Memory(journal, notes), notes, phases=Phases(started))
+                        say, frozenset(ways), recall, notes, phases=Phases(started))
         with running_model():
             best, base = search.run()
     record = conclusion.record_of(search, best, base, clock.monotonic() - started, given_s)

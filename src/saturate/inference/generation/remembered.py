@@ -9,6 +9,7 @@ import msgspec
 from saturate.errors import EnvironmentProblem
 from saturate.inference import identity
 from saturate.inference import journal as journals
+from saturate.inference.facts import installed
 from saturate.inference.generation.models import device_of
 from saturate.inference.journal import Journal, turn, turns_of
 from saturate.records.generation import GenerationCandidate
@@ -60,4 +61,4 @@ class Memory:
 def key_of(torch: Any, given: Any, yard: Any, more: Any) -> str:
     """What all of a search's results depend on, for the journal. given: a `recipe.Given`; yard: a `host.Yard`."""
     models = yard.source.model_hash if yard.source else identity.of_model(torch, given.module(torch))
-    return journals.key_of(torch, str(device_of(given.model)), models, torch.get_num_threads(), yard.isolated, more)
+    return journals.key_of(torch, str(device_of(given.model)), models, torch.get_num_threads(), yard.isolated, more, sorted(installed().items()))

@@ -82,11 +82,12 @@ class Search:
     budget: Budget | None = None
     say: Callable[[str], None] = lambda line: None
     kinds: frozenset[str] = frozenset(KINDS)
-    memory: Memory = field(default_factory=Memory)
+    recall: Callable[[tuple[Any, ...]], Memory] = lambda heard: Memory()    # what is known, by what the check said of the model
     notes: list[str] = field(default_factory=list)
     found: list[GenerationCandidate] = field(default_factory=list)
     interrupted: bool = False
     phases: Phases = field(default_factory=lambda: Phases(time.monotonic()))
+    memory: Memory = field(default_factory=Memory)          # until the check has been heard: of this search alone
     cut_short: set[str] = field(default_factory=set)        # ways that ended for the time, a full disk, or from outside
     _start_s: float = 0.0               # that the plain loop took until it could be timed
     _ready: list[Ready] = field(default_factory=list)
@@ -117,6 +118,7 @@ class Search:
             try:
                 self.phases.end("start")
                 self._control()
+                self.memory = self.recall(() if self._jury is None else self._jury.heard)
                 if self._jury is not None:
                     self.phases.end("check")
                 self._walk(plain)
