@@ -63,6 +63,8 @@ def verdict(record: StudyRecord) -> Markup:
     if chart:
         body.append(chart)
     body.append(facts(_frame(record)))
+    if starts := _starts(record):
+        body.append(facts(starts, "facts plain small"))
     if record.machine:
         body.append(facts([*record.machine.items()], "facts plain small"))
     if record.notes:
@@ -152,10 +154,15 @@ def _frame(record: StudyRecord) -> list[tuple[str, object]]:
     payback = words.break_even(record)
     if payback:
         pairs.insert(1, ("Pays back", payback))
-    started = [(name, words.start(time)) for name, time in (("baseline", result.baseline), ("tuned", result.tuned)) if time.startup_s is not None]
-    if started:
-        pairs.append(("Before the steady state", "; ".join(f"{name}: {said}" for name, said in started[:2 if kept else 1])))
     return pairs
+
+
+def _starts(record: StudyRecord) -> list[tuple[str, object]]:
+    """What comes before the steady state of either."""
+    times = [("Before its steady state, the baseline", record.result.baseline)]
+    if words.kept(record):
+        times.append(("Before its steady state, the tuned script", record.result.tuned))
+    return [(name, said) for name, time in times if (said := words.start(time))]
 
 
 def staircase(record: StudyRecord) -> Markup:
