@@ -20,8 +20,15 @@ import generation_models as toys  # noqa: E402
 from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
 from saturate.inference.accuracy import Judgement, read  # noqa: E402
 from saturate.inference.failures import WorkerFailed  # noqa: E402
-from saturate.inference.generation import Budget, conclusion, decode, generate, host, remembered  # noqa: E402
-from saturate.inference.generation import Sampling  # noqa: E402
+from saturate.inference.generation import (  # noqa: E402
+    Budget,
+    Sampling,
+    conclusion,
+    decode,
+    generate,
+    host,
+    remembered,
+)
 from saturate.inference.generation import optimize as optimize_in_processes  # noqa: E402
 from saturate.inference.generation import search as module  # noqa: E402
 from saturate.inference.generation.build import Way, build  # noqa: E402
