@@ -419,7 +419,7 @@ class Search:
         start_s = 0.0           # of a pair, which no deadline cuts short
         while True:
             first, began = self.confirmation[0], time.monotonic()
-            with (contextlib.closing(_of_plain(lambda: self.yard.start(PLAIN, first, self.request))) as base,
+            with (contextlib.closing(_of_plain(lambda first=first: self.yard.start(PLAIN, first, self.request))) as base,
                   self.yard.running(best.recipe, first, self.request) as host):
                 self._texts[PLAIN, True] = _of_plain(lambda base=base: self._warmed(base, self.confirmation))
                 text = self._warmed(host, self.confirmation)
