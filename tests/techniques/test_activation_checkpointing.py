@@ -306,6 +306,17 @@ def test_running_statistics_that_rest_while_it_is_measured(options):
     assert [name for name in plain if not torch.equal(plain[name], ours[name])] == []
 
 
+def test_a_hook_that_is_set_later_is_called_once():
+    model = Stack().train()
+    engine = engine_of(Context(torch), model, Options(mode="blocks"))
+    seen = []
+    for step in range(5):
+        if step == 3:
+            model.blocks[2].norm.register_forward_hook(lambda *given: seen.append(len(given[-1])))
+        model(torch.randn(3, 7, 4)).square().mean().backward()
+    assert engine.phase == "following" and seen == [3, 3]
+
+
 def test_forwards_that_torch_func_differentiates_run_plainly():
     def gradients(options):
         torch.manual_seed(0)

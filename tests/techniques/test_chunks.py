@@ -1159,6 +1159,19 @@ def test_hooks_on_parameters_see_the_whole_gradient_once():
     assert torch.allclose(plain.layers[0].weight.grad, tuned.layers[0].weight.grad, atol=1e-6)
 
 
+def test_a_hook_that_is_set_later_sees_whole_batches(capfd):
+    plain, tuned = twins()
+    micro_batch.apply(context_of(tuned), micro_batch.Options(4))
+    seen = {plain: [], tuned: []}
+    for model in (plain, tuned):
+        for step in range(6):
+            if step == 3:
+                model.layers[1].register_forward_hook(lambda *given, model=model: seen[model].append(len(given[-1])))
+            model.train()(torch.randn(8, 6, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+    assert seen[tuned] == seen[plain] == [8, 8, 8]
+    assert "has a hook of the script" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("technique", [micro_batch, dynamic_batch])
 def test_hooks_on_parameters_that_are_not_used(technique):
     """Nothing calls them, as in a graph of the script's own: most could do nothing with None."""

@@ -133,8 +133,7 @@ def rehearse(torch: Any, device: Any, inner: Any, module: Any, args: tuple[Any, 
     training changes, and what the forward did outside of itself is undone. Saves nothing for a backward. Raises
     `NotRepeatable`."""
     reason = _replay.why_not_arguments((*args, *kwargs.values()), torch)
-    parts = list(module.modules())
-    if not reason and any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:]):
+    if not reason and _replay.hooked(module):
         reason = "a module inside it has forward hooks, which would be called twice"
     around = Surroundings(module, torch)
     if not reason and around.generator:

@@ -20,7 +20,7 @@ from saturate.techniques._api import NotApplied
 from saturate.techniques._budget import KEEP, OPERATORS, WHOLE, Cost, Profile, Visit, headline
 from saturate.techniques._inputs import growth, marked, shapes, without_cache
 from saturate.techniques._interrupts import from_signal_handler
-from saturate.techniques._replay import buffers, checkpointed, why_not_arguments
+from saturate.techniques._replay import buffers, checkpointed, hooked, why_not_arguments
 from saturate.techniques._surroundings import Surroundings
 from saturate.techniques._weakly import weakly
 
@@ -194,7 +194,7 @@ class Checkpointing:
                     return inner(module, *args, **kwargs)
                 return self._measured_block(block, inner, module, args, kwargs)
             mode = self.modes[block.index]
-            if mode == KEEP or why_not_arguments((*args, *kwargs.values()), torch):
+            if mode == KEEP or why_not_arguments((*args, *kwargs.values()), torch) or hooked(module):
                 return inner(module, *args, **kwargs)
             contexts = self._keep_products if mode == OPERATORS else None
             return checkpointed(torch, inner, module, args, kwargs, block.changes(module), contexts, self._replayed)

@@ -19,7 +19,7 @@ from saturate.techniques._api import NotApplied
 from saturate.techniques._chunk_compare import compare
 from saturate.techniques._chunk_modes import Randomness, devices_of
 from saturate.techniques._chunk_plan import NoRoom, NotSplittable, Plan
-from saturate.techniques._chunk_proof import SAMPLES, Watch, census, prove
+from saturate.techniques._chunk_proof import SAMPLES, Watch, census, has_hooks, prove
 from saturate.techniques._chunk_rescue import Batch, Rescue
 from saturate.techniques._chunks import DRAWS, Call, Listener, free, out_of_memory, without_frames
 from saturate.techniques._interrupts import from_signal_handler
@@ -334,8 +334,8 @@ def _agree_on_two(plan: Plan, inputs: list[Any]) -> bool:
 
 def _structure(module: Any, skeleton: Any, inputs: list[Any]) -> Any:
     """What a plan is for: names, switches and lists of numbers among the arguments, and the kind of each tensor, but not their sizes;
-    which parts of the module are trained, and in training mode."""
-    mode = (tuple(p.requires_grad for p in module.parameters()), tuple(child.training for child in module.modules()))
+    which parts of the module are trained, in training mode, and have hooks, which a script may set at any time."""
+    mode = (tuple(p.requires_grad for p in module.parameters()), tuple((child.training, has_hooks(child)) for child in module.modules()))
     leaves = tuple((path, _kind(path, leaf)) for path, leaf in _trees.leaves(skeleton))
     return hash(mode), leaves, tuple((tensor.dim(), tensor.dtype, tensor.requires_grad) for tensor in inputs)
 

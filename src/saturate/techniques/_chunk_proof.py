@@ -76,6 +76,11 @@ def census(module: Any, torch: Any, then: str = "which would run for each chunk"
     return f"it has a random generator of its own ({generator})" if generator else ""
 
 
+def has_hooks(module: Any) -> bool:
+    """Whoever set them."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
 def _own_hook(module: Any) -> str:
     for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         for hook in getattr(module, kind, {}).values():

@@ -167,6 +167,11 @@ def _remedy(value: Any) -> str:
     return " (a model called with use_cache=False builds none)" if type(value).__name__.endswith("Cache") else ""
 
 
+def hooked(module: Any) -> bool:
+    """Whether a part inside has forward hooks, which a second run would call again. A script may set them at any time."""
+    return any(part is not module and (part._forward_hooks or part._forward_pre_hooks) for part in module.modules())
+
+
 def containers(value: Any) -> list[tuple[Any, list[Any]]]:
     """The lists and dicts in nested arguments, each with its keys and what is in it."""
     if type(value) is dict:
