@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,7 +45,8 @@ def test_only_our_own_failure_behind_the_recording_is_no_end(kind, record, trace
 
     monkeypatch.setattr(study_profile.baseline, "observe", lambda study, live: {"facts": {}, "memory_bytes": 1})
     monkeypatch.setattr(study_profile, "_windows", windows)
-    live = SimpleNamespace(trial=SimpleNamespace(thaw=lambda: None), step_ms=1.0, startup_s=1.0, stationary=True)
+    trial = SimpleNamespace(thaw=lambda: None, supervisor=SimpleNamespace(pid=os.getpid()))
+    live = SimpleNamespace(trial=trial, step_ms=1.0, startup_s=1.0, stationary=True)
     said: list[str] = []
     seen = study_profile._look(SimpleNamespace(say=said.append), live, None, "torch", False)       # type: ignore[arg-type]
     assert study_profile._recorded_before_our_failure(seen) is kept
