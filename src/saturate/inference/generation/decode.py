@@ -246,7 +246,7 @@ class Loop:
             rows = [row for row, working in enumerate(active) if working]
             counts, stayed = [found.counts[row] for row in rows], [found.stayed[row] for row in rows]
             if lengths is not None and any(counts):
-                lengths.observe(counts, stayed)
+                lengths.observe(counts, stayed, [found.unsure[row] for row in rows])
             run.steps += 1
             run.rounds += any(counts)
             run.row_rounds += sum(count > 0 for count in counts)

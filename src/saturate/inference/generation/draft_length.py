@@ -3,7 +3,8 @@
 A round drafts k tokens and verifies them in one forward of the target. With a_i the chance that the i-th draft stays,
 given that those before it did, it gives 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k tokens (Leviathan et al., "Fast
 inference from transformers via speculative decoding", ICML 2023; there all a_i are one number). What it costs is
-measured, for the model, the batch and the machine at hand: verifying several tokens is not always as cheap as one.
+measured, for the model, the batch and the machine at hand: verifying several tokens is not always as cheap as one. And where a round
+ends at two logits that cannot be told apart (in 16 bits, often), a plain step of the whole batch has to follow, which is a part of its cost.
 Standard library only; pure arithmetic.
 """
 
@@ -74,14 +75,20 @@ class DraftLength:
     may_stop: bool = True
     _stayed: list[float] = field(default_factory=list)      # by place: drafts that stayed, and that were judged
     _judged: list[float] = field(default_factory=list)
+    _rows: int = 1                                          # of the latest round
+    _looked: float = 0.0                                    # places of rows that were looked at, and those where two logits tied
+    _ties: float = 0.0
     _idle: int = 0
     _pause: int = FIRST_PAUSE
     _known: dict[int, tuple[int, float]] = field(default_factory=dict)      # by room: best length, speed-up
 
-    def observe(self, counts: Sequence[int], stayed: Sequence[int]) -> None:
+    def observe(self, counts: Sequence[int], stayed: Sequence[int], unsure: Sequence[bool] = ()) -> None:
         """After a round: how many drafts each row had, and how many of them stayed. What comes behind the first that
-        did not was not judged."""
+        did not was not judged. unsure: rows whose next token a plain step has to decide."""
         self._known.clear()
+        self._rows = len(counts)
+        self._looked = self._looked * (1 - FORGET) + sum(stayed) + len(stayed)
+        self._ties = self._ties * (1 - FORGET) + sum(unsure)
         self._stayed = [value * (1 - FORGET) for value in self._stayed]
         self._judged = [value * (1 - FORGET) for value in self._judged]
         for count, kept in zip(counts, stayed):
@@ -99,8 +106,12 @@ class DraftLength:
         return [(kept + PRIOR_DRAFTS * mean) / (judged + PRIOR_DRAFTS) for kept, judged in padded]
 
     def speedup(self, length: int) -> float:
-        """Tokens per time of rounds with `length` drafts, over plain steps."""
-        return expected_tokens(self.acceptance(length)) / self.costs.relative(length)
+        """Tokens per time of rounds with `length` drafts, over plain steps. A row that is unsure gets no token behind its drafts, and all get
+        one of the plain step that follows."""
+        tokens = expected_tokens(self.acceptance(length))       # as many places are looked at
+        tied = min(1.0, tokens * self._ties / (self._looked + PRIOR_DRAFTS))
+        follows = 1 - (1 - tied) ** self._rows
+        return (tokens - tied + follows) / (self.costs.relative(length) + follows)
 
     def choose(self, room: int) -> int:
         """At most `room`."""
