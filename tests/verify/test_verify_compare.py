@@ -388,6 +388,13 @@ def test_a_gradient_that_is_nearly_nothing_is_compared_with_the_others():
     assert not compare(BASE, changed("grad_norms", 22, 0.0), tolerance(BASE, twins=[vanished])).passed, "in that update only"
 
 
+def test_a_loss_that_is_zero_at_first_and_mostly_has_no_tolerance_to_divide_by():
+    """A study ended with "saturate itself failed": division by zero."""
+    zero = replace(BASE, losses=[[0.0] if k < N - 6 else losses for k, losses in enumerate(BASE.losses)])
+    verdict = compare(zero, zero, tolerance(zero, [zero]))
+    assert verdict.passed and "within tolerance" in verdict.reason
+
+
 def scheduled(rates, decay=0.01, momentum=None):
     """BASE, with what its optimizer is set to for each of its three tensors."""
     return replace(BASE, settings=[[(("lr", rate), ("weight_decay", decay), ("momentum", momentum), ("betas", (0.9, 0.999)))] * len(SEGMENTS)

@@ -110,7 +110,7 @@ def _closest(found: Deviation, allowed: Tolerance) -> str:
     """How much of its tolerance the worst metric used."""
     used = [(value / limit, metric, k)
             for metric, values, limits in zip(METRICS, found.series(), allowed.series())
-            for k, (value, limit) in enumerate(zip(values, limits)) if not math.isnan(value) and limit < math.inf]
+            for k, (value, limit) in enumerate(zip(values, limits)) if not math.isnan(value) and 0 < limit < math.inf]
     if not used:
         return "nothing deviates"
     share, metric, k = max(used)
