@@ -17,7 +17,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -292,6 +292,12 @@ def _as_constructed(module: Any) -> None:
     for part in module.modules() if isinstance(told, dict) else ():
         if (outputs := getattr(part, "_can_record_outputs", None)) is not None:
             dict.__setitem__(told, str(type(part)), outputs)        # its own class of a dictionary would take the model as a key
+
+
+def without_model(folder: Path) -> None:
+    """Remove the model from what `Source.write` wrote, of which no process is started any more: it may be gigabytes."""
+    with suppress(OSError):
+        (folder / _MODEL).unlink(missing_ok=True)
 
 
 def signature_of(model: Any) -> inspect.Signature | None:

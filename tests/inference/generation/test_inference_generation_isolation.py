@@ -113,6 +113,13 @@ def test_a_way_that_hangs_has_what_is_left_and_a_slow_plain_loop_is_waited_for()
     assert yard._batch_s() == 60
 
 
+def test_no_copy_of_the_model_stays_in_the_folder(tmp_path):
+    """Nothing needs it any more, and it is as large as the model and its draft."""
+    for number in range(2):
+        optimize(toys.Cached(), PROMPTS, max_new_tokens=4, time="1s", ways=(), workdir=tmp_path)
+        assert (tmp_path / "source").is_dir() and not list((tmp_path / "source").glob("model*")), number
+
+
 def test_what_took_long_to_start_may_take_as_long_again_when_it_is_confirmed(monkeypatch):
     """It had a minute, or half of what was left: what had been compiled, or loaded, for two was ended, and the winner lost."""
     now, given_s = [0.0], []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.errors import EnvironmentProblem, UsageError
-from saturate.inference import folders
+from saturate.inference import folders, source
 from saturate.inference.accuracy import Budget, refuse_other
 from saturate.inference.api import memory_limit, running_model, seconds_of
 from saturate.inference.generation import artifact, conclusion, remembered
@@ -272,7 +272,10 @@ def _folder(workdir: str | os.PathLike[str] | None, isolate: bool) -> Iterator[P
         folder = folders.workplace(Path(workdir))
         with FolderLock(folder, "workdir"):
             clear_away(folder / "processes")
-            yield folder
+            try:
+                yield folder
+            finally:
+                source.without_model(folder / "source")     # the same call writes it anew
     elif isolate:
         with folders.scratch("saturate-generation-") as folder:
             yield folder
