@@ -341,7 +341,7 @@ for epoch in range(10**6):
         step(rows)
 """)
     argv = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
-    ended = home.fit("--memory", "1400MiB", argv=argv)
+    ended = home.fit("--memory", "1000MiB", argv=argv)
     found = ended.found
     assert found.verdict == "fits" and found.world_size == 2 and found.micro_batch > 8, ended.stderr
     assert "on each of 2 ranks" in ended.stderr
