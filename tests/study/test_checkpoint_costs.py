@@ -57,7 +57,7 @@ def test_what_a_checkpoint_costs_and_how_soon_it_recovers(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_one_that_begins_anew_is_told(tmp_path: Path) -> None:
-    costs = advise(tmp_path, changed(LARGE + "\nload = lambda: 0"), "--budget", "40s")["costs"]
+    costs = advise(tmp_path, changed(LARGE + "\nload = lambda: 0"), "--budget", "90s")["costs"]
     assert costs["resumed"] is False and costs["recovery_s"] > 0
 
 
