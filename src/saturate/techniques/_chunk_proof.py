@@ -314,9 +314,9 @@ class Proof:
 
     def _add_up(self, plan: Plan, whole: list[Any], parts: Iterable[tuple[list[Any], int, int]]) -> None:
         """Raise NotSplittable unless the parts' gradients are those of the whole: of cut inputs side by side, others added."""
-        if _looks_for_unused(self.torch) and any(gradient is None for gradient in whole[len(self.inputs):]):
-            raise NotSplittable("some of its parameters have no gradient, and DistributedDataParallel, which looks for those, would take "
-                                "them for used and give them zeros")
+        if _expects_unused(self.torch) and any(gradient is None for gradient in whole[len(self.inputs):]):
+            raise NotSplittable("some of its parameters have no gradient, which DistributedDataParallel with a static graph expects, and "
+                                "it would be told of all of them")
         pairs = []
         sums: list[Any] = [None] * len(whole)
         for part, start, stop in parts:
@@ -402,10 +402,11 @@ class Proof:
         return max(found)
 
 
-def _looks_for_unused(torch: Any) -> bool:
-    """Whether this forward is that of a DistributedDataParallel which finds out what its loss does not reach: of a chunked one, nothing."""
+def _expects_unused(torch: Any) -> bool:
+    """Whether this forward is that of a DistributedDataParallel which ends the training where it hears of other parameters than in the
+    first step."""
     wrapper = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    return wrapper is not None and (wrapper.find_unused_parameters or wrapper.static_graph)
+    return wrapper is not None and wrapper.static_graph
 
 
 def _leaves(outputs: list[Any]) -> Iterator[Any]:
