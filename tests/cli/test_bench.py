@@ -104,6 +104,22 @@ def test_rows_of_batch_sizes(capsys, stored, acted):
     assert code == 0 and len(out.splitlines()) == 5 and "samples/s" in out and "100 MiB" in out
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), EnvironmentProblem("no process can be started for a candidate", cause="Resource temporarily unavailable")])
+def test_sizes_that_were_measured_outlive_an_end_in_a_later_one(capsys, stored, acted, monkeypatch, end):
+    measure = bench._row
+
+    def row(work, folder, other, size, *more):
+        if size == 32:
+            raise end
+        return measure(work, folder, other, size, *more)
+
+    monkeypatch.setattr(bench, "_row", row)
+    code, out, _ = call(capsys, stored / "open", "--batch", "1,8,32", "--json")
+    record = json.loads(out)
+    assert code == (130 if isinstance(end, KeyboardInterrupt) else 3) and [row["batch"] for row in record["rows"]] == [1, 8] and record["reason"]
+    assert "samples/s" in call(capsys, stored / "open", "--batch", "1,8,32")[1]
+
+
 def test_the_stored_size_is_the_default(capsys, stored, acted):
     assert [row["batch"] for row in json.loads(call(capsys, stored / "open", "--json")[1])["rows"]] == [4]
 

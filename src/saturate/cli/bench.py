@@ -44,11 +44,14 @@ def execute(arguments: argparse.Namespace) -> int:
     record = BenchRecord(
         artifact=str(arguments.artifact), against=str(arguments.against) if arguments.against else None
     )
+
+    def keep(found: BenchRecord) -> None:
+        nonlocal record
+        record = found
+
     try:
         with one_signal_interrupts():
-            record = bench(
-                arguments.artifact, arguments.against, arguments.batch, arguments.threads, Progress(sys.stderr)
-            )
+            bench(arguments.artifact, arguments.against, arguments.batch, arguments.threads, Progress(sys.stderr), keep)
         if all(row.artifact.latency_ms is None for row in record.rows):
             problem = EnvironmentProblem(
                 "the artifact ran at none of these batch sizes",
@@ -72,9 +75,15 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def bench(
-    folder: Path, other: Path | None, sizes: list[int] | None, threads: int | None, progress: Callable[[str], None]
-) -> BenchRecord:
-    """Measure and race. Raises ArtifactDamaged, and EnvironmentProblem where the artifact holds no inputs."""
+    folder: Path,
+    other: Path | None,
+    sizes: list[int] | None,
+    threads: int | None,
+    progress: Callable[[str], None],
+    keep: Callable[[BenchRecord], None],
+) -> None:
+    """Measure and race; `keep` gets what is known after each size. Raises ArtifactDamaged, and EnvironmentProblem where the artifact
+    holds no inputs."""
     from saturate.inference import artifact
     from saturate.report import words
 
@@ -106,14 +115,16 @@ def bench(
     for size in sizes or [None]:
         with tempfile.TemporaryDirectory(prefix="saturate-bench-") as work:
             rows.append(_row(Path(work), folder, other, size, threads, place, progress))
-    return BenchRecord(
-        artifact=str(folder),
-        against=str(other) if other is not None else None,
-        candidate=manifest.candidate,
-        candidate_against=manifest_other.candidate if manifest_other is not None else "",
-        threads=threads,
-        rows=rows,
-    )
+        keep(
+            BenchRecord(
+                artifact=str(folder),
+                against=str(other) if other is not None else None,
+                candidate=manifest.candidate,
+                candidate_against=manifest_other.candidate if manifest_other is not None else "",
+                threads=threads,
+                rows=list(rows),
+            )
+        )
 
 
 def _fixed_threads(manifest: Manifest) -> int | None:
