@@ -208,7 +208,7 @@ TECHNIQUES: dict[str, tuple[str, str, str, str]] = {
     read, begin = Timeline.read, Session.clock()
     context.set_attribute(Timeline, "read", lambda self, marks: [int(begin + (ns - begin) * 0.93) for ns in read(self, marks)])
 ''', ""),
-    "steps_aside": ("exact", "model", _MODE + '''
+    "steps_aside": ("reordering", "model", _MODE + '''
     if timed:
         waits_less(context, options)
         context.note("steps-aside", "it waits less")

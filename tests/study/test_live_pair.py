@@ -301,7 +301,7 @@ def test_a_failed_verification_run_ends_the_one_beside_it(bench: Bench, tmp_path
 
 
 def test_what_steps_aside_in_its_verification_run_has_not_verified(bench: Bench, tmp_path: Path) -> None:
-    """It was bit-identical to the baseline there, which it was: as a cache that is not worth it in that run, or a compiler that gives up."""
+    """It was bit-identical to the baseline there, as a compiler that gives up is; nothing of what is timed had been compared."""
     techniques = (candidate(tmp_path, "steps_aside"),)
     bench.finish_live(bench.live("screen", techniques))
     with pytest.raises(TrialEnded) as ended:
