@@ -166,7 +166,7 @@ def test_the_lines_on_inference_in_the_readme_run(tmp_path, monkeypatch, capsys)
     import saturate
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(saturate, "optimize", functools.partial(saturate.optimize, time="60s", only=["onnx-runtime"], threads=1))
+    monkeypatch.setattr(saturate, "optimize", functools.partial(saturate.optimize, time="180s", only=["onnx-runtime"], threads=1))
     torch.manual_seed(0)
     layers = [part for _ in range(100) for part in (torch.nn.Linear(8, 8), torch.nn.LeakyReLU(0.9))]
     model, x = torch.nn.Sequential(*layers, torch.nn.Linear(8, 3)).eval(), torch.randn(64, 8)
