@@ -121,7 +121,8 @@ def real(races: int, differences: int, loaded: bool, smoke: bool) -> list[dict[s
     """Races of fresh processes, stopped as the product's last race is; with `loaded` beside a busy loop on each core."""
     from _race import Arena, Contestant, say, script
 
-    from saturate.study.tune import AA, FINAL
+    from saturate.study.confirming import FINAL
+    from saturate.study.tune import AA
 
     limits = race.Limits(max_pairs=1, min_rounds=2, max_rounds=2) if smoke else FINAL
     condition = "loaded" if loaded else "quiet"

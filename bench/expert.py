@@ -23,8 +23,9 @@ from _output import as_text, close, write_json
 from _race import Arena, Contestant, guarded, say, script, time_ratio
 
 from saturate.measure.race import Limits
+from saturate.study.confirming import FINAL
 from saturate.study.racing import Result
-from saturate.study.tune import AA, FINAL
+from saturate.study.tune import AA
 from saturate.trial.process import TrialEnded
 
 LOOPS = ("accelerate", "lightning")

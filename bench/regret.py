@@ -35,9 +35,10 @@ from saturate.records.result import StudyRecord, TechniqueOutcome
 from saturate.study import baseline
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set, key
+from saturate.study.confirming import FINAL
 from saturate.study.racing import ADD, SCREEN, Racer, Result
 from saturate.study.state import Request, Study
-from saturate.study.tune import AA, FINAL, racer_of
+from saturate.study.tune import AA, racer_of
 from saturate.study.verification import Verifier
 from saturate.techniques import _registry
 from saturate.trial.process import TrialEnded

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import saturate
+
 pytest.importorskip("torch", reason="it trains a model")
 
 
@@ -24,10 +26,10 @@ def test_what_loses_more_here_than_it_may_misses_the_target(bench, tmp_path, mon
     """Also where the search had called it within the budget."""
     module = bench("inference_trained")
     example = SimpleNamespace(loader=lambda: [(1,)], build=lambda: lambda x: 100, score=lambda run: [index < run(0) for index in range(100)])
+    monkeypatch.setattr(saturate, "load", lambda artifact: lambda x: right)
     monkeypatch.setattr(module.importlib, "import_module", lambda name: example)
     monkeypatch.setattr(module, "BY_HAND", ())
     monkeypatch.setattr(module.os, "chdir", lambda path: None)
-    monkeypatch.setattr("saturate.load", lambda artifact: lambda x: right)
     answer = json.dumps({"artifact": "there", "best": {"verdict": verdict, "recipe": []}})
     monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=answer))
     row = module.judged("digits_cnn", tmp_path / "digits_cnn", "1s", 3, smoke=True)

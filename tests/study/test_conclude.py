@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from saturate.report import words
-from saturate.study import starts, summary, tune
+from saturate.study import confirming, starts, summary, tune
 from saturate.study.ending import Interrupted
 from saturate.study.fates import Fate
 from saturate.study.search import Search
@@ -93,12 +93,12 @@ def test_nothing_fits_only_where_sets_were_tried(nothing_fits, peaks, kept, fits
     (3, 0.01, ""),
 ])
 def test_a_number_that_rests_on_few_pairs_says_so(pairs, low, note, monkeypatch):
-    monkeypatch.setattr(tune, "_final_race", lambda *arguments: raced(pairs=pairs, low=low))
+    monkeypatch.setattr(confirming, "final_race", lambda *arguments: raced(pairs=pairs, low=low))
     monkeypatch.setattr(tune.baseline, "observe_tuned", lambda *arguments: {})
     kept = tuple(SimpleNamespace(id=name, label=lambda: "one", module=None) for name in ("one", "two"))
     study = SimpleNamespace(search=SimpleNamespace(kept=kept, base=(), stairs=[], results=[]), starved="", notes=[], say=lambda line: None,
                             store=SimpleNamespace(answer=lambda question: None))
-    tune._confirm(study, SimpleNamespace(bench=None), math.inf)
+    confirming.confirm(study, SimpleNamespace(bench=None), math.inf)
     assert study.notes == [note] * bool(note)
 
 
@@ -106,10 +106,10 @@ def test_a_number_that_rests_on_few_pairs_says_so(pairs, low, note, monkeypatch)
 def test_a_gain_that_the_final_race_did_not_confirm_is_no_gain(names, gain, interval, monkeypatch):
     """Its fate was "no_difference", with the +12 % [+8 %, +16 %] of an earlier race, which was called the closest."""
     final = SimpleNamespace(decision=SimpleNamespace(verdict="no_difference"), gain=0.004, gain_ci=(-0.003, 0.011))
-    monkeypatch.setattr(tune, "_final_race", lambda *arguments: final)
+    monkeypatch.setattr(confirming, "final_race", lambda *arguments: final)
     kept = tuple(SimpleNamespace(id=name, label=str) for name in names)
     search = Search({}, None, None, None, 0.0, print, kept=kept, fates={one.id: Fate("kept", "", one, 0.12, (0.08, 0.16)) for one in kept})
-    tune._confirm(SimpleNamespace(search=search, starved="", say=lambda line: None), SimpleNamespace(), math.inf)
+    confirming.confirm(SimpleNamespace(search=search, starved="", say=lambda line: None), SimpleNamespace(), math.inf)
     assert search.kept == () and all((f.fate, f.gain, f.gain_ci) == ("no_difference", gain, interval) for f in search.fates.values())
 
 
@@ -119,14 +119,14 @@ def test_a_gain_that_the_final_race_did_not_confirm_is_no_gain(names, gain, inte
     (20.0, 3.7, "", 3.8),
 ])
 def test_a_last_race_beside_other_programs_says_so(a_ms, low, note, gain, monkeypatch):
-    monkeypatch.setattr(tune, "_final_race", lambda *arguments: raced(a_ms=a_ms, low=low))
+    monkeypatch.setattr(confirming, "final_race", lambda *arguments: raced(a_ms=a_ms, low=low))
     monkeypatch.setattr(tune.baseline, "observe_tuned", lambda *arguments: {})
     one = SimpleNamespace(id="one", label=lambda: "one", module=None)
     found = raced(a_ms=17.0, pairs=1)
     found.record, found.gain, found.gain_ci = SimpleNamespace(a=[], b=["one"]), 0.118, (0.029, 0.215)
     search = SimpleNamespace(kept=(one,), base=(), stairs=[((one,), found)], results=[found], fates={"one": Fate("kept", "", one)})
     study = SimpleNamespace(search=search, starved="", notes=[], say=lambda line: None, store=SimpleNamespace(answer=lambda question: None))
-    tune._confirm(study, SimpleNamespace(bench=None), math.inf)
+    confirming.confirm(study, SimpleNamespace(bench=None), math.inf)
     assert study.final.gain == pytest.approx(gain) and search.fates["one"].gain == pytest.approx(gain)
     told = [result.a_ms for result in (*search.results, study.final)]
     assert a_ms in told, "a race that was not believed is on record all the same"
@@ -141,7 +141,7 @@ def test_a_final_race_that_the_budget_ends_takes_nothing_back(alone, monkeypatch
         ended.side = "a"
         raise ended
 
-    monkeypatch.setattr(tune, "_final_race", race)
+    monkeypatch.setattr(confirming, "final_race", race)
     names = ("one",) if alone else ("one", "two")
     kept = tuple(SimpleNamespace(id=name, label=lambda name=name: name, module=None, options_dict=dict) for name in names)
     found = raced(pairs=1, low=0.2)
@@ -149,7 +149,7 @@ def test_a_final_race_that_the_budget_ends_takes_nothing_back(alone, monkeypatch
     stairs = [((one,), found) for one in kept]
     search = Search({}, None, None, None, 0.0, print, kept=kept, stairs=stairs, fates={one.id: Fate("kept", "", one, 0.3, (0.2, 0.4)) for one in kept})
     study = SimpleNamespace(search=search, starved="", notes=[], deviated="", say=lambda line: None, store=SimpleNamespace(answer=lambda question: None))
-    tune._confirm(study, SimpleNamespace(bench=None), math.inf)
+    confirming.confirm(study, SimpleNamespace(bench=None), math.inf)
     if alone:
         assert study.final is found and search.kept == kept and "the budget had ended" in study.notes[0]
     else:
@@ -165,12 +165,12 @@ def test_what_was_needed_to_fit_stays_where_the_last_race_does_not_end(added, ki
         ended.side = "b"
         raise ended
 
-    monkeypatch.setattr(tune, "_final_race", race)
+    monkeypatch.setattr(confirming, "final_race", race)
     needed, fast = (SimpleNamespace(id=name, label=lambda name=name: name, module=None, options_dict=dict) for name in ("needed", "fast"))
     kept = (needed, fast) if added else (needed,)
     search = Search({}, None, None, None, 0.0, print, kept=kept, base=(needed,), fates={one.id: Fate("kept", "", one, 0.1, (0.05, 0.2)) for one in kept})
     study = SimpleNamespace(search=search, starved="", notes=[], deviated="", say=lambda line: None, store=SimpleNamespace(answer=lambda question: None))
-    tune._confirm(study, SimpleNamespace(bench=None), math.inf)
+    confirming.confirm(study, SimpleNamespace(bench=None), math.inf)
     stays = added or says_nothing
     assert search.kept == ((needed,) if stays else ()) and (search.fates["needed"].fate == "kept") is stays
     assert study.deviated == ("" if stays or kind != "trains_otherwise" else "trains otherwise: for a test")
@@ -205,8 +205,8 @@ def test_a_set_that_trains_otherwise_in_its_last_race_has_not_verified(kind, fat
     kept = (SimpleNamespace(id="one", label=lambda: "one"),)
     search = SimpleNamespace(kept=kept, base=(), stairs=[], settle=lambda candidate, fate, reason: settled.update({candidate.id: fate}))
     study = SimpleNamespace(search=search, starved="", say=lambda line: None, notes=[], deviated="", refusal=None, error=None, store=None)
-    monkeypatch.setattr(tune, "_final_race", race)
-    tune._confirm(study, SimpleNamespace(), math.inf)
+    monkeypatch.setattr(confirming, "final_race", race)
+    confirming.confirm(study, SimpleNamespace(), math.inf)
     assert settled == {"one": fate} and search.kept == ()
     assert summary._verified(study)[0] is verified
     assert study.notes and "last race" in study.notes[0]

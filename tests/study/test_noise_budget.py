@@ -10,7 +10,7 @@ import pytest
 from saturate.errors import TooNoisy, WorkloadFailed
 from saturate.measure import race
 from saturate.records.facts import Facts
-from saturate.study import baseline, deadline, tune
+from saturate.study import baseline, confirming, deadline, tune
 from saturate.study.race_pair import KernelWork
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import TrialEnded
@@ -144,7 +144,7 @@ def test_what_fails_beside_another_of_its_kind_is_run_alone(mode, asked, fails, 
 
 
 @pytest.mark.parametrize(("pair", "end", "pairs"), [
-    (WILD, 1000.0, tune.MOST_FINAL_PAIRS),          # it never gets narrow
+    (WILD, 1000.0, confirming.MOST_FINAL_PAIRS),          # it never gets narrow
     (WILD, 55.0, 5),                                # a sixth pair would end too late
     ([0.3, 0.31, 0.29, 0.3, 0.3, 0.31], 1000.0, 3),
     ([0.3, 0.31, 0.29, 0.3, 0.3, 0.31], 25.0, 2),   # a third one of a large gain would end too late
@@ -156,7 +156,7 @@ def test_the_last_race_goes_on_while_its_interval_is_wide(monkeypatch, pair, end
     racer = Racer(clock, 10.0, pair)
     racer.ci = (-0.1, 0.3) if pair is WILD else (pair[0] - 0.01, pair[0] + 0.02)
     said = []
-    assert len(tune._final_race(racer, (), (), end, said.append).pairs) == pairs and clock[0] <= max(end, 30.0)
+    assert len(confirming.final_race(racer, (), (), end, said.append).pairs) == pairs and clock[0] <= max(end, 30.0)
     assert len(said) == max(0, pairs - 3) and all("[-10.0%, +30.0%] is wide" in line for line in said)
 
 
@@ -182,7 +182,7 @@ FAST, OTHER = SimpleNamespace(label=lambda: "fast"), SimpleNamespace(label=lambd
 ])
 def test_behind_the_end_of_the_budget_the_race_that_was_won_is_the_last_one(stairs, before, kept, counts):
     """minGPT's chargpt had a minute more of the same pairs, after five minutes of four."""
-    assert tune._won(stairs, before, kept) is (stairs[0][1] if counts else None)
+    assert confirming.has_won(stairs, before, kept) is (stairs[0][1] if counts else None)
 
 
 def test_what_the_kernel_did_for_each_process_of_the_first_race_is_known():

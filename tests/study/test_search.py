@@ -14,7 +14,7 @@ from test_fitting import World, search, technique
 from saturate.measure import race
 from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
-from saturate.study import combining, tune
+from saturate.study import combining, confirming, tune
 from saturate.study.candidates import names
 from saturate.study.fates import UNCHECKED, leads
 from saturate.study.race_pair import KernelWork
@@ -232,7 +232,7 @@ def test_a_study_in_which_nothing_can_be_compared_says_why(monkeypatch: pytest.M
     found = types.SimpleNamespace(kept=(), base=(), run=refuses)
     for name, stub in {"Racer": racer, "Verifier": types.SimpleNamespace(), "Search": found, "_is_measurable": True}.items():
         monkeypatch.setattr(tune, name, lambda *arguments, stub=stub, **named: stub)
-    monkeypatch.setattr(tune, "_confirm", lambda *arguments: pytest.fail("nothing was kept"))
+    monkeypatch.setattr(confirming, "confirm", lambda *arguments: pytest.fail("nothing was kept"))
     for name in ("establish", "race_mode", "at_once"):
         monkeypatch.setattr(tune.baseline, name, lambda *arguments: True)
     request = types.SimpleNamespace(budget_s=60.0, threshold=0.02, race_mode="auto", only=None, skip=frozenset(), allow_convergence=False)

@@ -37,10 +37,10 @@ _SATURATE = """
 import sys
 from saturate.cli import main
 from saturate.measure.race import Limits
-from saturate.study import combining, search, standing, tune
+from saturate.study import combining, confirming, search, standing, tune
 few = Limits(max_pairs=1, min_rounds=2, max_rounds=3)
-tune.AA = tune.FINAL = search.SCREEN = search.ADD = standing.ADD = standing.RETRY = combining.SCREEN = combining.ADD = few
-tune.MOST_FINAL_PAIRS = 1
+tune.AA = confirming.FINAL = search.SCREEN = search.ADD = standing.ADD = standing.RETRY = combining.SCREEN = combining.ADD = few
+confirming.MOST_FINAL_PAIRS = 1
 sys.exit(main.main(sys.argv[1:]))
 """
 

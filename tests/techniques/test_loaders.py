@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
+import tempfile
 import types
+from pathlib import Path
 
 import pytest
 
@@ -170,3 +173,23 @@ def test_what_children_do_not_import_is_no_reason(file, spec, again, tmp_path, m
     monkeypatch.setitem(sys.modules, "__main__", main)
     arguments = {"batch_size": 10, "multiprocessing_context": "spawn"}
     assert _loaders.may_have_workers(list(range(100)), arguments, torch) is not again
+
+
+def test_where_the_sockets_of_workers_have_no_room_there_are_none(monkeypatch):
+    """A long TMPDIR, as of a job on a cluster: no batch ever came, and the training stood still for good."""
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 1))
+    for length, left in ((loader_workers.MOST_OF_A_PATH, False), (loader_workers.MOST_OF_A_PATH + 1, True)):
+        monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * (length - 1))
+        reason = loader_workers._left_alone(data, {"batch_size": 2}, loader_workers.Options(), torch)
+        assert ("TMPDIR" in reason) is left, reason
+
+
+@pytest.mark.parametrize(("more", "fits"), [(0, True), (1, False)])
+def test_a_socket_in_the_longest_folder_can_be_bound(more, fits):
+    """And one byte more is too many: what this Python makes of the folder has as many bytes as is counted with."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        folder = Path(base, "x" * (loader_workers.MOST_OF_A_PATH + more - len(base) - 1))
+        folder.mkdir()
+        code = "from multiprocessing.connection import Listener; Listener(family='AF_UNIX')"
+        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=60)
+        assert fits == (done.returncode == 0) or (not fits and sys.version_info >= (3, 14)), done.stderr      # newer ones take another folder then

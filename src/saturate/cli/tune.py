@@ -91,7 +91,8 @@ def _nothing(command: list[str], reason: str) -> dict[str, Any]:
     """The object for a tune that could not even begin: that of a `TuneResult`, which needs a library that may be what is missing."""
     unknown = dict.fromkeys((
         "speedup", "speedup_ci", "verified", "noise_floor", "break_even_steps", "peak_bytes", "baseline_peak_bytes", "limit_bytes", "fits"))
+    no_step = dict.fromkeys(("step_ms", "startup_s", "warmup_s", "compile_s", "recompiles"))
     return {
-        "schema": 1, "run": "", "command": command, "baseline": {"step_ms": None}, "tuned": {"step_ms": None}, "verdict": "inconclusive",
+        "schema": 1, "run": "", "command": command, "baseline": no_step, "tuned": no_step, "verdict": "inconclusive",
         "verified_reason": reason, "break_even_reason": reason, "techniques": [], "recipe": "", "report": "", **unknown,
     }

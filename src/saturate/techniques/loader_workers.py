@@ -63,6 +63,8 @@ import contextlib
 import functools
 import math
 import multiprocessing
+import os
+import tempfile
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +98,11 @@ PREFETCH = 2
 #: Why some loaders have none.
 _ITERABLE = "the dataset is iterable: workers would change what is read"
 _IN_A_WORKER = "it is read inside of a worker, which can have none of its own"
+
+
+#: Bytes that the folder of temporary files may have in its path, so that a socket of `multiprocessing` below it has no more than the 107
+#: of unix(7): it is bound to "pymp-XXXXXXXX/listener-XXXXXXXX" there.
+MOST_OF_A_PATH = 107 - len("/pymp-XXXXXXXX/listener-XXXXXXXX")
 
 
 @dataclass(frozen=True)
@@ -280,6 +287,9 @@ def _left_alone(dataset: Any, arguments: dict[str, Any], options: Options, torch
         return ""
     if _loaders.batches(dataset, arguments) < 2:
         return "it has fewer than two batches"
+    if torch.multiprocessing.get_sharing_strategy() == "file_descriptor" and len(os.fsencode(tempfile.gettempdir())) > MOST_OF_A_PATH:
+        return (f"tensors of workers come through a socket in {tempfile.gettempdir()}, and there its path is longer than Linux allows, so that no batch "
+                "would arrive: name a shorter folder in TMPDIR")
     if not _loaders.may_have_workers(dataset, arguments, torch):
         return f"workers cannot receive {type(dataset).__name__}: it holds tensors of a device or an open file, or cannot be brought to spawned ones"
     return _draws_alone(dataset, arguments.get("collate_fn")) or next(filter(None, map(_draws_between, samplers)), "")

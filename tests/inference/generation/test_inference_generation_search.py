@@ -492,8 +492,11 @@ def test_ways_that_change_numbers_need_a_check():
         optimize(Slow(), PROMPTS, max_new_tokens=4, budget=Budget(max_drop=0.1))
 
 
-def test_weights_in_8_bits_are_judged_by_the_check():
+def test_weights_in_8_bits_are_judged_by_the_check(monkeypatch):
     pytest.importorskip("torchao", reason="saturate[inference] brings it")
+    import torch._inductor.config as settings
+
+    monkeypatch.setattr(settings, "coordinate_descent_tuning", False)      # whatever another test of this process has left
     model = Slow()
     prompts = [[token, 1, 2] for token in range(13)]
     wanted = generate(model, prompts, max_new_tokens=4).tokens
@@ -516,8 +519,6 @@ def test_weights_in_8_bits_are_judged_by_the_check():
     assert isinstance(model.head.weight, torch.nn.Parameter) and type(model.head.weight) is torch.nn.Parameter, (
         "the user's is as it was"
     )
-    import torch._inductor.config as settings
-
     assert not settings.coordinate_descent_tuning
 
 
