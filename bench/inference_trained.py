@@ -97,7 +97,7 @@ def judged(name: str, folder: Path, budget: str, rounds: int, smoke: bool) -> di
     best = record["best"] or {}
     entries = [{"way": way, "accuracy": accuracy[way], "drop": accuracy["model"] - accuracy[way],
                 "speedup": over(times["model"], times[way])} for way in ways]
-    lost = next((entry["drop"] for entry in entries if entry["way"] == "saturate"), 0.0)
+    lost = next((entry["drop"] for entry in entries if entry["way"] == "saturate"), math.inf)      # no artifact, no answer
     return {"model": name, "samples": len(scored["model"]), "recipe": best.get("recipe"), "verdict": best.get("verdict"),
             "speedup": best.get("speedup"), "speedup_over_lossless": best.get("speedup_over_lossless"),
             "confirmed_drop_ci": best.get("accuracy_drop_ci"), "ways": entries, "failed": failed,
@@ -125,7 +125,8 @@ def over(before: list[float], after: list[float]) -> tuple[float, float, float]:
 
 
 def show(row: dict[str, Any]) -> None:
-    print(f"{row['model']}: {row['recipe'] or 'nothing kept'}, {row['verdict'] or 'no verdict'}; {row['samples']} held-out samples", flush=True)
+    found = " + ".join(entry["id"] for entry in row["recipe"] or ())
+    print(f"{row['model']}: {found or 'nothing kept'}, {row['verdict'] or 'no verdict'}; {row['samples']} held-out samples", flush=True)
     for entry in row["ways"]:
         kept = "within the budget" if entry["drop"] <= MAX_DROP else "OUT OF THE BUDGET"
         print(f"  {entry['way']:32s} {as_text(entry['speedup'])} of the model  accuracy {entry['accuracy']:.4f}, drop {entry['drop']:+.4f}  {kept}")

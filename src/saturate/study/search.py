@@ -32,7 +32,8 @@ from saturate.study.verification import Verified
 #: Of the time that is left, what the races for processes that are alike may take where the first says nothing: they need fresh pairs.
 STEADYING = 0.25
 
-#: What a first verification takes, in turns of a technique: the baseline is recorded several times.
+#: What a first verification takes, in turns of a technique: the baseline is recorded several times. An estimate,
+#: not a measurement.
 VERIFIES = 2
 
 #: Of the time that is left, what one technique may take to come to where it is measured while others wait for their turn.
