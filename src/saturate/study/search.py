@@ -28,6 +28,7 @@ from saturate.study.guidance import SLOW, promised_gain
 from saturate.study.racing import ADD, SCREEN
 from saturate.study.standing import Standing
 from saturate.study.verification import Verified
+from saturate.techniques._api import bound_of
 
 #: Of the time that is left, what the races for processes that are alike may take where the first says nothing: they need fresh pairs.
 STEADYING = 0.25
@@ -253,7 +254,7 @@ class Search(Standing):
         raced = self.screened.get(candidate.id)
         if fate.fate not in ("slower", "no_difference") or raced is None or len(raced.pairs) > 1 or candidate.module.TECHNIQUE.slow_start:
             return 0.0
-        return promised_gain(candidate.id, candidate.module.bound(self.facts), self.findings)
+        return promised_gain(candidate.id, bound_of(candidate.module, self.facts), self.findings)
 
     def _try_what_is_left(self) -> None:
         for others, first_best in self._left:

@@ -95,10 +95,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     return Eligible("float32 matrix products or convolutions on a device with float16 tensor cores only")
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
 def bound(facts: Facts) -> float | None:
     return _common.computing(facts)
 
