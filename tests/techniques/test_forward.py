@@ -1009,7 +1009,7 @@ def test_a_mode_that_records_cuda_graphs_is_proved_by_one(mode):
 
 
 def test_compile_variants_follow_the_facts():
-    block = ModuleFacts(dtypes=("float32",), repeats=6, repeated_block="Block")
+    block = ModuleFacts(dtypes=("float32",), repeats=6)
     machine = MachineFacts(compiler="g++")
     cpu = Facts(modules=(block,), machine=machine)
     assert compile.variants(cpu) == [compile.Options(), compile.Options(scope="blocks")]

@@ -70,7 +70,7 @@ def sample_facts() -> list[Facts]:
     )
     module = ModuleFacts(
         kind="Net", parameters=10**6, parameter_bytes=1 << 28, dtypes=("float32",), convolutions=3, linears=3,
-        attentions=4, repeated_block="Block", repeats=4, distributed=True,
+        attentions=4, repeats=4, distributed=True,
     )
     adam = OptimizerFacts(kind="AdamW", module="torch.optim.adamw", parameters=9, dtypes=("float32",))
     loader = LoaderFacts(batch_size=8, dataset_length=10**4, batch_bytes=1 << 20)
@@ -165,7 +165,7 @@ def option_values(module: ModuleType, every: list[Any]) -> Iterator[str]:
 def _baseline_proofs(module: ModuleType, every: list[Any]) -> Iterator[str]:
     """Nothing was applied, in a plain workload and in one whose author was busy: no proof may hold."""
     busy = Evidence(
-        dynamo_frames=9, dynamo_graphs=9, loaders=(LoaderFacts(num_workers=4, persistent_workers=True),), threads=4,
+        dynamo_frames=9, loaders=(LoaderFacts(num_workers=4, persistent_workers=True),), threads=4,
         live_workers=4, optimizers=(OptimizerFacts(kind="Adam", fused=True),), gc_frozen=1000, channels_last=5,
     )
     for options in every:
