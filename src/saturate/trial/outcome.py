@@ -6,7 +6,15 @@ import re
 import signal
 from dataclasses import dataclass, replace
 
-from saturate.trial.log_text import TRACEBACK, decisive, exception_line, last_exception, last_line, line_of, logged_exception
+from saturate.trial.log_text import (
+    TRACEBACK,
+    decisive,
+    exception_line,
+    last_exception,
+    last_line,
+    line_of,
+    logged_exception,
+)
 
 
 @dataclass(frozen=True)
