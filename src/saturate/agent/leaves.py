@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from saturate.techniques import _common
+from saturate.techniques import _autograd
 
 #: Nodes of the graph that are looked at. A loop that updates plain tensors by hand has a small one.
 MOST_NODES = 20_000
@@ -18,7 +18,7 @@ def reached(torch: Any, tensors: Any) -> list[weakref.ref[Any]]:
     seen, found = set(waiting), []
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
-        leaf = _common.leaf_of(node)
+        leaf = _autograd.leaf_of(node)
         if leaf is not None:
             found.append(weakref.ref(leaf))
         for following, _ in node.next_functions:

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from saturate.techniques._common import is_compiled, leaf_of
+from saturate.techniques._autograd import leaf_of
+from saturate.techniques._common import is_compiled
 
 #: Nodes of the graph that are looked at.
 MOST_NODES = 200_000
