@@ -36,6 +36,7 @@ LEAST_GAIN = 1.5
 #: How often reading an item is timed, the least counts: code that runs for the first time takes several times as long.
 READINGS = 3
 
+
 @dataclass(frozen=True)
 class Found:
     """`refusal`: why nothing can be cached; "" when something can. `steps` is None when whole items can, else how
