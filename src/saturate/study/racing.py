@@ -21,8 +21,9 @@ from statistics import mean, median
 from saturate.measure import race, stationary
 from saturate.measure.race import Decision, Limits
 from saturate.records.result import RaceRecord
-from saturate.study.bench import Bench, Live, on_side
+from saturate.study.bench import Bench
 from saturate.study.candidates import Set, key, names
+from saturate.study.live import Live, on_side
 from saturate.study.race_blocks import (
     begin_alike,
     believe,
