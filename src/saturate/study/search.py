@@ -9,7 +9,7 @@ Where time is left for one turn more, what speaks for itself without a race and 
 where there is none to add what is beyond doubt one after the other, that is. What is undecided then is looked at again, and so is what
 contradicts the finding that names it; other variants of what was far slower come after that.
 
-Under a memory limit that the baseline does not keep, everything stands on `base`, a set that keeps it (`study.fitting`); a trial
+Under a memory limit that the baseline does not keep, everything stands on `base`, a set that keeps it (`study.memory_limit`); a trial
 that passes the limit is ended like any other that fails.
 """
 
