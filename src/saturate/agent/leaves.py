@@ -1,4 +1,4 @@
-"""What a backward pass trains where neither a module nor an optimizer holds it: the leaves of the loss's graph."""
+"""Trained tensors that neither a module nor an optimizer holds: they are the leaves of the loss's autograd graph."""
 
 from __future__ import annotations
 

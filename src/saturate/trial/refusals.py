@@ -1,4 +1,4 @@
-"""A command that failed because of what its cage refuses has not failed by itself: whose refusal ended it."""
+"""Did the cage's refusal end a command? Then it has not failed by itself, and this says what was refused."""
 
 from __future__ import annotations
 
