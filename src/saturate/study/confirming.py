@@ -11,7 +11,7 @@ from statistics import median
 
 from saturate.measure.race import Limits
 from saturate.report import words
-from saturate.study import baseline, deadline, fitting
+from saturate.study import baseline, deadline, memory_limit
 from saturate.study.candidates import Candidate, Set, names, ordered
 from saturate.study.ending import failed_again
 from saturate.study.fates import of_end
@@ -156,7 +156,7 @@ def _not_confirmed(study: Study, before: Set, kept: Set, ended: TrialEnded) -> N
         study.notes.append(f"the last race has too few rounds: {reason}; {ended.outcome.remedy}")
         fate = "inconclusive"
     elif ended.side == "a" and passed_limit(ended, before):
-        study.refusal = fitting.let_go(study.search, reason)
+        study.refusal = memory_limit.let_go(study.search, reason)
         study.say(study.refusal)
         return
     elif ended.side == "a" and kind != "not_in_time":
