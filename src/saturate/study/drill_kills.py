@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from saturate.records.drill import Drill
 from saturate.study import drill_process
@@ -14,14 +14,11 @@ from saturate.study.drill_reference import MOST_TAIL, SEED, Reference
 from saturate.verify import resume, resume_log
 from saturate.verify.resume_log import Save, Update
 
-if TYPE_CHECKING:
-    from saturate.study.drill import Work
-
 
 class Kills:
-    """What was killed so far, and what its successors are compared with."""
+    """What was killed so far, and what its successors are compared with. `work`: of `study.drill`."""
 
-    def __init__(self, work: Work, chain: Chain, reference: Reference):
+    def __init__(self, work: Any, chain: Chain, reference: Reference):
         self.work, self.chain, self.reference = work, chain, reference
         #: What a process is compared with that goes on from behind the first number: what the process did that saved there.
         self.truths = [(-1, reference.updates)]
