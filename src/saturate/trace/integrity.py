@@ -18,7 +18,7 @@ import numpy as np
 from saturate.records.analysis import Integrity, Problem
 from saturate.trace.breakdown import Work
 from saturate.trace.columns import KERNEL, Column, Trace
-from saturate.trace.intervals import covered, intersect, length, subtract
+from saturate.trace.intervals import covered, intersect, length, subtract, union
 from saturate.trace.launches import GRAPH_LAUNCH, ambiguous, by_thread, named, of_several_processes, spans, valid
 from saturate.trace.windows import CPU, Window, devices
 
@@ -37,6 +37,8 @@ REPLAYED_AT_MOST = 0.05         # kernels replayed from a graph, before operator
 OVERHEAD_AT_MOST = 0.05         # of the window: the profiler's own work
 
 LAUNCH = re.compile(r"^(cuda|cu|hip|hipExt|hipModule|hipExtModule)Launch\w*Kernel")
+#: Whatever makes a device of any backend work: a launch of CUDA's or HIP's, of a graph, or one of Intel's Unified Runtime.
+ANY_LAUNCH = re.compile(rf"{LAUNCH.pattern}|{GRAPH_LAUNCH.pattern}|EnqueueKernelLaunch")
 BEGIN_CAPTURE, END_CAPTURE = re.compile(r"StreamBeginCapture"), re.compile(r"StreamEndCapture")
 #: What Kineto calls the profiler's own activity (category `overhead`).
 OVERHEAD = re.compile(r"^(Instrumentation|Resource|Activity Buffer Request|Buffer Flush|CUPTI.*Overhead|"
@@ -86,12 +88,37 @@ def of_window(trace: Trace, window: Window, work: Work) -> list[Problem]:
     if busy and outside > OUTSIDE_AT_MOST * busy:
         found.append(Problem(id="work-outside-steps", blocks=[], message=(
             f"{outside / busy:.0%} of the busy time lies outside the recorded steps, and not in their shares")))
+    found += _silent_steps(trace, window)
     profiler = spans(trace.annotations, np.flatnonzero(named(trace, trace.annotations.name, OVERHEAD)))
     overhead = length(intersect(profiler, window.steps))
     if overhead > OVERHEAD_AT_MOST * length(window.steps):
         found.append(Problem(id="profiler-overhead", blocks=[], message=(
             f"the profiler's own work took {overhead / length(window.steps):.0%} of the window")))
     return found
+
+
+def _silent_steps(trace: Trace, window: Window) -> list[Problem]:
+    """Steps in which operators ran as in the others, and nothing was called or done on a device: a profiler whose buffers are full stops to
+    record both, and goes on with operators."""
+    if not len(trace.calls.start) or not len(trace.operators.start) or not len(trace.gpu.start):
+        return []
+    first, last = window.first, window.last
+
+    def begun(start: Column) -> Column:
+        return np.searchsorted(start, last, "left") - np.searchsorted(start, first, "left")
+
+    rows = valid(trace.gpu)
+    worked = covered(union(trace.gpu.start[rows], trace.gpu.end[rows]), first, last) > 0
+    silent, operators = (begun(trace.calls.start) == 0) & ~worked, begun(trace.operators.start)
+    if not silent.any() or silent.all():
+        return []
+    silent &= (operators > 0) & (2 * operators >= np.median(operators[~silent]))
+    count = int(silent.sum())
+    if not count:
+        return []
+    return [Problem(id="lost-records", blocks=OF_THE_DEVICE, message=(
+        f"{count} of {len(first)} steps hold operators as the others do, but neither a call nor an event of a device: records were lost, and "
+        "the device was busier than the trace shows"))]
 
 
 def _no_accelerator(trace: Trace) -> list[Problem]:
@@ -105,6 +132,11 @@ def _no_accelerator(trace: Trace) -> list[Problem]:
     if any("busy" in READING.get(id, ()) for id, _ in trace.problems):      # none was read, which does not say that there was none
         return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
             "no event of an accelerator could be read, and events were lost: whether one was at work is not known"))]
+    launches = int(named(trace, trace.calls.name, ANY_LAUNCH).sum())
+    if launches:
+        return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
+            f"{launches:,} launch{'es were' if launches > 1 else ' was'} recorded, and no event of the device that they made work: the profiler delivered none (as under "
+            "WSL, beside another profiler, or where its clock is another), so what the device did is not known"))]
     elsewhere = np.unique(trace.operators.name[named(trace, trace.operators.name, NOT_ON_A_CPU)])
     if len(elsewhere):
         return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
@@ -224,11 +256,12 @@ def _lost(trace: Trace, launches: Column) -> list[Problem]:
     arrived[launches[launches >= 0]] = True
     if not arrived.any():
         return []       # unmatched, all of them: nothing says that they are lost
-    # What was launched after the last call that arrived may have run after the recording ended: that is no loss.
-    last = trace.calls.start[arrived].max()
+    # What was launched after the last call that arrived may have run after the recording ended: that is no loss. But what was
+    # launched when the device had ended its last event for good would have been next.
+    last, ended = trace.calls.start[arrived].max(), trace.gpu.end[valid(trace.gpu)].max()
     found = []
     for rows, what in ((launching, "kernel launches"), (graphs, "graph launches")):
-        rows = rows[trace.calls.start[rows] <= last]
+        rows = rows[(trace.calls.start[rows] <= last) | (trace.calls.start[rows] > ended)]
         missing = int((~arrived[rows] & ~_nested(trace, rows, arrived)).sum())
         if missing > (1 - MATCHED_AT_LEAST) * len(rows):
             found.append(Problem(id="lost-records", blocks=OF_THE_DEVICE, message=(
