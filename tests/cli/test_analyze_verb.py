@@ -335,6 +335,25 @@ def test_a_finding_is_not_gone_where_the_new_trace_cannot_tell(capsys, trace, tm
         assert "input-bound" in {each.id for each in msgspec.json.decode(out, type=Comparison).not_judged_by_old}, new
 
 
+@pytest.mark.parametrize("change", ["no shapes", "a replayed graph"])
+def test_a_finding_is_not_gone_where_what_it_rests_on_was_not_recorded(capsys, tmp_path, change):
+    """The same recording, without the shapes of its operators, or as if its kernels had been replayed from a graph."""
+    whole = json.loads(gzip.decompress((Path(__file__).parents[1] / "trace/h200/eager.json.gz").read_bytes()))
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(json.dumps(whole))
+    for one in whole["traceEvents"]:
+        if change == "no shapes" and one.get("cat") == "cpu_op":
+            one["args"] = {name: value for name, value in one["args"].items() if not name.startswith(("Input", "Concrete"))}
+        elif change != "no shapes" and one.get("cat") == "kernel":
+            one["args"]["graph node id"] = 7
+    new.write_text(json.dumps(whole))
+    code, out, _ = run(capsys, "--against", old, new, "--json")
+    told = json.loads(out)
+    assert code == 0 and told["findings_gone"] == []
+    assert "eager-attention" in [each["id"] for each in told["not_judged_by_new"]]
+    assert not told["devices"][0]["operators"] and told["devices"][0]["unknown"]["operators"]
+
+
 @pytest.mark.parametrize("width", ["60", "120"])
 def test_a_comparison_fits_the_terminal(capsys, trace, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", width)

@@ -173,7 +173,10 @@ def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analys
         for device, each in zip(whole.devices, alone, strict=True)
     ]
     known = frozenset(techniques.load())
-    devices = [judged(device, rules.verdict(each)) for device, each in zip(whole.devices, seen, strict=True)]
+    devices = [
+        judged(silent(device, rules.unanswered(each)), rules.verdict(each))
+        for device, each in zip(whole.devices, seen, strict=True)
+    ]
     found = [(device, rules.detect(each, known)) for device, each in zip(devices, seen, strict=True)]
     integrity = Integrity(ok=not any(problem.blocks for problem in problems), problems=problems)
     return msgspec.structs.replace(
@@ -185,6 +188,12 @@ def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analys
         stragglers=compared.stragglers,
         unknown=unknown,
     )
+
+
+def silent(device: Device, ids: Sequence[str]) -> Device:
+    """The device with the rules beside what is not known of it whose silence is no answer."""
+    unknown = {rules.unanswered_field(id): "what this rule looks at was not recorded" for id in ids}
+    return msgspec.structs.replace(device, unknown=device.unknown | unknown) if unknown else device
 
 
 def judged(device: Device, limit: Limit) -> Device:

@@ -50,6 +50,10 @@ RULE = Rule(
 LEAST = 0.20
 
 
+def answers(seen: Observations) -> bool:
+    return seen.elementwise is not None or bool(seen.compiler.compiled)
+
+
 def detect(seen: Observations) -> Finding | None:
     if not concludes(seen, RULE) or seen.compiler.compiled or _launches_cost_more(seen):
         return None
