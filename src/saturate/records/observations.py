@@ -164,7 +164,7 @@ class Observations:
     tf32_allowed: bool | None = None
     attention_eager: float | None = None    # softmax(QK)V written out: its matmuls and softmax, of the step
     attention_fell_back: bool = False       # scaled_dot_product_attention was called, and ran as these parts
-    elementwise: float | None = None        # memory-bound elementwise and reduction operators, of the step
+    elementwise: float | None = None        # memory-bound elementwise and reduction operators but those of `attention_eager`, of the step
     overhead: float | None = None           # step time outside operators and loader (the interpreter), of the step
     limit: str = "unknown"                  # the verdict, `records.analysis.Limit`
     integrity_blocks: frozenset[str] = frozenset()  # names of conclusions that the trace cannot carry
