@@ -622,6 +622,27 @@ def test_the_verdict_is_that_of_most_time():
     assert _analysis.overall([]) == "unknown"
 
 
+def test_a_device_that_hardly_worked_beside_another_says_nothing_of_the_program(capsys, tmp_path):
+    """A stray copy on another GPU: that one idled for 99.9 % of the steps, and waited for nothing."""
+    whole = json.loads(gzip.decompress((Path(__file__).parents[1] / "trace/h200/fp32.json.gz").read_bytes()))
+    copies = [one for one in whole["traceEvents"] if one.get("cat") in ("gpu_memset", "gpu_memcpy", "kernel")]
+    stray = json.loads(json.dumps(min(copies, key=lambda one: one["dur"])))
+    used = stray["args"]["device"]
+    for one in copies:
+        one["args"]["device"] = used + 1      # the stray one comes first
+    whole["traceEvents"].append(stray)
+    whole["deviceProperties"] = [{**whole["deviceProperties"][0], "id": device} for device in (used, used + 1)]
+    path = tmp_path / "two.json"
+    path.write_text(json.dumps(whole))
+    code, out, err = run(capsys, path, "--json")
+    found = msgspec.json.decode(out, type=Analysis)
+    assert code == 0 and [device.id for device in found.devices] == [used, used + 1]
+    assert found.verdict == found.devices[1].verdict == "compute-bound" and found.devices[0].verdict != "compute-bound"
+    assert {one.id: one.bound for one in found.findings}["fp32-matmul"] < 20
+    assert not {"launch-bound", "slow-host-code", "device-waits"} & {one.id for one in found.findings}
+    assert f"device {used + 1}" in err.splitlines()[1]
+
+
 def test_peers_complete_what_one_rank_observed():
     stragglers = [
         Straggler(rank=0, wait_ns=30_000_000, transfer_ns=10_000_000, late_ns=0, collectives=4),
