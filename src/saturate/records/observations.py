@@ -146,6 +146,7 @@ class Observations:
     input_wait_raw: float | None = None
     sync_idle: float | None = None          # idle while the host waited for the device
     device_wait: float | None = None        # idle although work was queued
+    unattributed: float | None = None       # idle for a cause that is not known
     forward: float | None = None            # shares of the step by phase
     backward: float | None = None
     optimizer: float | None = None
