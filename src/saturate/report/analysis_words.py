@@ -254,9 +254,9 @@ def _no_verdict(analysis: Analysis) -> str:
     """The reason for the verdict itself; else what blocks conclusions. A mere note is no reason."""
     device = focus(analysis)
     why = {**analysis.unknown, **(device.unknown if device is not None else {})}
-    if device is None:
-        return why.get("verdict") or why.get("devices") or "the trace holds no accelerator events"
     blocking = next((problem.message for problem in analysis.integrity.problems if problem.blocks), "")
+    if device is None:
+        return why.get("verdict") or why.get("devices") or blocking or "the trace holds no accelerator events"
     return why.get("verdict") or blocking or LIMITS["unknown"][1]
 
 
