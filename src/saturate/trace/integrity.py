@@ -59,7 +59,7 @@ READING = {"truncated": EVERYTHING, "lost-records": OF_THE_DEVICE, "lost-calls":
 
 def problems(trace: Trace, launches: Column) -> list[Problem]:
     """Everything wrong with the trace as a whole; what concerns one device's window is in `of_window`."""
-    found = [Problem(id=id, message=message, blocks=READING.get(id, [])) for id, message in trace.problems]
+    found = [Problem(id=id, message=message, blocks=_blocks(trace, id)) for id, message in trace.problems]
     if devices(trace) in ([], [CPU]):
         found += _no_accelerator(trace)
     else:
@@ -68,6 +68,16 @@ def problems(trace: Trace, launches: Column) -> list[Problem]:
         found += _early(trace, launches)
         found += _replayed(trace, launches)
     return found
+
+
+def _blocks(trace: Trace, id: str) -> list[str]:
+    """Of a graph that was recorded as a whole, what ran inside is not known: kernels, and communication among them."""
+    if id != "whole-graphs":
+        return EVERYTHING if id == "no-events" else READING.get(id, [])
+    kernels = (trace.gpu.kind == KERNEL) & valid(trace.gpu)
+    time = trace.gpu.end - trace.gpu.start
+    graphs = int(time[kernels & (trace.gpu.graph == 1)].sum())
+    return ["kernels", "communication", "occupancy", "roofline"] if graphs > REPLAYED_AT_MOST * int(time[kernels].sum()) else []
 
 
 def of_window(trace: Trace, window: Window, work: Work) -> list[Problem]:
@@ -122,7 +132,7 @@ def _silent_steps(trace: Trace, window: Window) -> list[Problem]:
 
 
 def _no_accelerator(trace: Trace) -> list[Problem]:
-    if any(id == "unknown-accelerator" for id, _ in trace.problems):        # said by who knows more
+    if any(id in ("unknown-accelerator", "no-events") for id, _ in trace.problems):        # said by who knows more
         return []
     others = [f"{name} ({count:,})" for name, count in trace.left_out.items() if OTHER_RUNTIME.match(name)]
     if others:
