@@ -347,11 +347,14 @@ def test_a_finding_is_not_gone_where_what_it_rests_on_was_not_recorded(capsys, t
         elif change != "no shapes" and one.get("cat") == "kernel":
             one["args"]["graph node id"] = 7
     new.write_text(json.dumps(whole))
-    code, out, _ = run(capsys, "--against", old, new, "--json")
+    page = tmp_path / "page.html"
+    code, out, err = run(capsys, "--against", old, new, "--json", "--html", page)
     told = json.loads(out)
     assert code == 0 and told["findings_gone"] == []
     assert "eager-attention" in [each["id"] for each in told["not_judged_by_new"]]
-    assert not told["devices"][0]["operators"] and told["devices"][0]["unknown"]["operators"]
+    why = told["devices"][0]["unknown"]["operators"]
+    assert not told["devices"][0]["operators"] and f"Not known: {why}." in page.read_text(encoding="utf-8")
+    assert "operators  not known: " in err
 
 
 @pytest.mark.parametrize("width", ["60", "120"])
