@@ -335,6 +335,28 @@ def test_a_finding_is_not_gone_where_the_new_trace_cannot_tell(capsys, trace, tm
         assert "input-bound" in {each.id for each in msgspec.json.decode(out, type=Comparison).not_judged_by_old}, new
 
 
+@pytest.mark.parametrize("change", ["no shapes", "a replayed graph"])
+def test_a_finding_is_not_gone_where_what_it_rests_on_was_not_recorded(capsys, tmp_path, change):
+    """The same recording, without the shapes of its operators, or as if its kernels had been replayed from a graph."""
+    whole = json.loads(gzip.decompress((Path(__file__).parents[1] / "trace/h200/eager.json.gz").read_bytes()))
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(json.dumps(whole))
+    for one in whole["traceEvents"]:
+        if change == "no shapes" and one.get("cat") == "cpu_op":
+            one["args"] = {name: value for name, value in one["args"].items() if not name.startswith(("Input", "Concrete"))}
+        elif change != "no shapes" and one.get("cat") == "kernel":
+            one["args"]["graph node id"] = 7
+    new.write_text(json.dumps(whole))
+    page = tmp_path / "page.html"
+    code, out, err = run(capsys, "--against", old, new, "--json", "--html", page)
+    told = json.loads(out)
+    assert code == 0 and told["findings_gone"] == []
+    assert "eager-attention" in [each["id"] for each in told["not_judged_by_new"]]
+    why = told["devices"][0]["unknown"]["operators"]
+    assert not told["devices"][0]["operators"] and f"Not known: {why}." in page.read_text(encoding="utf-8")
+    assert "operators  not known: " in err
+
+
 @pytest.mark.parametrize("width", ["60", "120"])
 def test_a_comparison_fits_the_terminal(capsys, trace, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", width)
@@ -601,6 +623,27 @@ def test_the_verdict_is_that_of_most_time():
     assert _analysis.overall(several) == "input-bound"
     assert _analysis.overall(several[:2]) == "host-bound"
     assert _analysis.overall([]) == "unknown"
+
+
+def test_a_device_that_hardly_worked_beside_another_says_nothing_of_the_program(capsys, tmp_path):
+    """A stray copy on another GPU: that one idled for 99.9 % of the steps, and waited for nothing."""
+    whole = json.loads(gzip.decompress((Path(__file__).parents[1] / "trace/h200/fp32.json.gz").read_bytes()))
+    copies = [one for one in whole["traceEvents"] if one.get("cat") in ("gpu_memset", "gpu_memcpy", "kernel")]
+    stray = json.loads(json.dumps(min(copies, key=lambda one: one["dur"])))
+    used = stray["args"]["device"]
+    for one in copies:
+        one["args"]["device"] = used + 1      # the stray one comes first
+    whole["traceEvents"].append(stray)
+    whole["deviceProperties"] = [{**whole["deviceProperties"][0], "id": device} for device in (used, used + 1)]
+    path = tmp_path / "two.json"
+    path.write_text(json.dumps(whole))
+    code, out, err = run(capsys, path, "--json")
+    found = msgspec.json.decode(out, type=Analysis)
+    assert code == 0 and [device.id for device in found.devices] == [used, used + 1]
+    assert found.verdict == found.devices[1].verdict == "compute-bound" and found.devices[0].verdict != "compute-bound"
+    assert {one.id: one.bound for one in found.findings}["fp32-matmul"] < 20
+    assert not {"launch-bound", "slow-host-code", "device-waits"} & {one.id for one in found.findings}
+    assert f"device {used + 1}" in err.splitlines()[1]
 
 
 def test_peers_complete_what_one_rank_observed():

@@ -108,7 +108,6 @@ PLANTED = {
             WELL,
             attention_eager=0.7,
             fp32_matmul=0.3,
-            elementwise=0.5,
             operators=(
                 OperatorSeen("aten::_softmax", share=0.45, limit="memory"),
                 OperatorSeen("aten::bmm", share=0.3, limit="compute"),
@@ -179,7 +178,7 @@ PLANTED = {
     "odd shapes in eager attention": (
         "eager-attention",
         "compute-bound",
-        but(FAST, attention_eager=0.42, elementwise=0.3, operators=(*FAST.operators, ODD, SOFTMAX)),
+        but(FAST, attention_eager=0.42, operators=(*FAST.operators, ODD, SOFTMAX)),
     ),
     "launch-bound": (
         "launch-bound",

@@ -177,5 +177,7 @@ def test_silence_is_an_answer_only_of_a_rule_that_could_speak():
     for silent in (analysis(), analysis(device, Device(id=1, name="")), analysis(device, blocks=["busy"]),
                    analysis(msgspec.structs.replace(device, unknown={"data_wait": "no loader"}))):  # fmt: skip
         assert not judges("input-bound", silent)
+    unanswered = msgspec.structs.replace(device, unknown={_registry.unanswered_field("eager-attention"): "no shapes"})
+    assert judges("eager-attention", analysis(device)) and not judges("eager-attention", analysis(device, unanswered))
     assert judges("input-bound", analysis(device, blocks=["roofline"]))
     assert not judges("elsewhere", analysis(device, blocks=["roofline"]))

@@ -70,6 +70,27 @@ def test_it_abstains_without(case, field):
     assert ask(case, **{field: None}) is None
 
 
+@pytest.mark.parametrize(("rule", "changes"), [
+    ("eager-attention", {"attention_eager": None}), ("elementwise-chains", {"elementwise": None}), ("fp32-matmul", {"fp32_matmul": None}),
+    ("fp32-matmul", {"capability": None, "bf16_native": None}), ("unaligned-shapes", {"operators": ()}),
+    ("slow-optimizer", {"optimizer": None, "update": None}), ("small-batch", {"memory__used": None}), ("small-batch", {"input_wait": None}),
+    ("fragmentation", {"memory__fragmentation": None, "memory__allocator_retries": None}),
+    ("pageable-copies", {"copies__pageable_ms": None}), ("stragglers", {"communication__late_ms_per_step": None}),
+])  # fmt: skip
+def test_its_silence_is_no_answer_without(rule, changes):
+    for case in (case for case in CASES if case.rule == rule):
+        assert rule not in _registry.unanswered(case.fires)
+        assert rule in _registry.unanswered(but(case.fires, **changes)) and ask(case, **changes) is None
+
+
+@pytest.mark.parametrize("rule", ["launch-bound", "slow-host-code"])
+def test_a_replayed_graph_answers_for_no_late_host(rule):
+    seen = but(next(case for case in CASES if case.rule == rule and case.fires.device != "cpu").fires, kernels__graph_replay=True)
+    assert RULES[rule].detect(seen) is None and rule in _registry.unanswered(seen)
+    assert rule not in _registry.unanswered(but(seen, kernels__host_late=0.01))
+    assert rule not in _registry.unanswered(but(seen, kernels__host_late=0.01, integrity_blocks=frozenset({"steps"}), steps=0))
+
+
 @pytest.mark.parametrize(("case", "why"), each("quiet"))
 def test_it_is_not_confused(case, why):
     assert ask(case, **case.quiet[why]) is None

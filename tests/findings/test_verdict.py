@@ -45,6 +45,11 @@ def test_copies_are_no_computation_and_have_no_limit_of_their_own():
     assert verdict(base(busy=0.6, copies__exposed=0.1, kernels__host_late=0.4)) == "host-bound"
 
 
+def test_idle_time_of_unknown_cause_is_not_laid_to_the_largest_cause_that_is_known():
+    assert verdict(base(busy=0.5, unattributed=0.4, kernels__host_late=0.1)) == "unknown"
+    assert verdict(base(busy=0.5, unattributed=0.1, kernels__host_late=0.4)) == "host-bound"
+
+
 @pytest.mark.parametrize(
     ("shares", "limit"),
     [

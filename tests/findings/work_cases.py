@@ -119,12 +119,11 @@ CASES = [
         missing=("elementwise",),
         quiet={
             "it is the optimizer": {"optimizer": 0.3},
-            "it is the softmax of attention": {"attention_eager": 0.5, "operators": (SOFTMAX,)},
             "it is launches": {"kernels": SHORT},
             "it is compiled": {"compiler__compiled": True},
         },
         still={
-            "a softmax over classes": {"operators": (SOFTMAX,)},
+            "a softmax beside them": {"operators": (SOFTMAX,)},
             "short kernels on time": {"kernels": SHORT, "kernels__host_late": 0.01},
             "optimizer unknown": {"optimizer": None},
         },

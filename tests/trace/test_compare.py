@@ -65,6 +65,15 @@ def test_nothing_changed() -> None:
     assert found.direction == "ratios are old / new: above 1, the new one is smaller"
 
 
+def test_operators_with_shapes_are_not_paired_with_operators_without() -> None:
+    """Each would have vanished, and another one appeared."""
+    bare = device(roofline=Roofline(coverage=0.0, operators=[operator("aten::mm", 1_000_000, shapes="")]))
+    found = compare(analysis(), analysis(bare)).devices[0]
+    assert (found.operators, found.unknown) == ([], {"operators": "only the old trace has the shapes of its operators, so none can be paired"})
+    both = compare(analysis(bare), analysis(bare)).devices[0]
+    assert both.operators_left_out == 1 and not both.unknown
+
+
 def test_a_faster_step() -> None:
     """Input wait is gone: the step is 1.25 times as fast and all of it came from idle time."""
     faster = device(step_ns=1_600_000, idle_ns=100_000, busy_of_step=0.9375, verdict="compute-bound",

@@ -262,6 +262,42 @@ def test_an_accelerator_whose_events_were_lost_is_not_taken_for_none(problem: st
     assert "no-accelerator" in found(made.trace(problems=[("odd-name", "a name is no UTF-8")]), CPU)
 
 
+@pytest.mark.parametrize("call", ["cudaLaunchKernel", "hipExtModuleLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch", "urEnqueueKernelLaunch"])
+def test_launches_of_a_device_that_no_event_tells_of_are_no_training_on_a_cpu(call: str) -> None:
+    """A profiler under WSL, or whose records were all out of its range: the calls are there, and no kernel."""
+    made = Recording()
+    made.step(0, 100)
+    made.operator("aten::mm", 5, 50)
+    made.call("cudaDeviceSynchronize", 90, 95)
+    assert "no-accelerator" in found(made.trace(), CPU), "as a training on a CPU ends where there is a GPU as well"
+    made.call(call, 10, 20)
+    seen = found(made.trace(), CPU)
+    assert "no-accelerator" not in seen and "1 launch was" in seen["unknown-accelerator"].message
+    assert analyze_one(made.trace()).verdict == "unknown"
+
+
+@pytest.mark.parametrize("calls_too", [False, True])
+def test_a_recording_of_the_device_that_ended_before_that_of_the_host(calls_too: bool) -> None:
+    """Its buffers were full after four of ten steps. The device idles in the others only as far as the trace shows."""
+    def trace(kernels: int, calls: int, operators: int = 10) -> Trace:
+        made = Recording(V100)
+        for number in range(10):
+            at = 1000 * number
+            made.step(at, at + 1000)
+            for place in range(10 if number < kernels else operators):
+                made.operator("aten::add", at + 100 * place, at + 100 * place + 50)
+                if number < kernels:
+                    made.kernel("k", at + 100 * place + 20, at + 100 * place + 90, launched=at + 100 * place)
+                elif number < calls:
+                    made.call("cudaLaunchKernel", at + 100 * place, at + 100 * place + 5)
+        return made.trace()
+
+    assert found(trace(10, 10)) == {}
+    problem = found(trace(4, 4 if calls_too else 10))["lost-records"]
+    assert "busy" in problem.blocks and ("6 of 10 steps" if calls_too else "60 of 100 kernel launches") in problem.message
+    assert "lost-records" not in found(trace(9, 9, operators=4)), "a step that did nothing much has no need of a device"
+
+
 def test_calls_of_one_correlation_have_launched_nobody_knows_what() -> None:
     def shared(kernels: int) -> Trace:
         made = Recording(V100)

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from kineto_text import Number, document, event, kernel, operator, training, write
 
 from saturate.errors import TraceError
+from saturate.report import analysis_words
 from saturate.trace import _json_stream, _kineto_columns, kineto
+from saturate.trace.analyze import analyze_one
 from saturate.trace.columns import MEMCPY, MEMSET, DeviceInfo, Signature
 from saturate.trace.read import read
 
@@ -476,6 +478,15 @@ def test_nothing_in_it(reading):
     for text in (document([]), b"[]", document([event("ac2g", "x", 1, 1)])):
         trace = reading(text)
         assert problems(trace) == ["no-events"] and trace.origin_ns == 0 and not trace.devices
+
+
+def test_another_programs_trace_is_not_told_to_record_an_accelerator(reading):
+    """JAX, TensorFlow and others write the same format, without the categories of torch.profiler."""
+    trace = reading(document([{"ph": "X", "pid": 1, "tid": 1, "ts": 10 * n, "dur": 5, "name": f"fusion.{n}"} for n in range(9)]))
+    assert "9 events are another program's" in trace.problems[0][1]
+    found = analyze_one(trace)
+    assert [(one.id, "busy" in one.blocks) for one in found.integrity.problems] == [("no-events", True)]
+    assert "another program's" in analysis_words.because(found)
 
 
 def test_elements_that_are_no_events(reading):

@@ -39,6 +39,25 @@ def test_a_label_inside_itself_counts_once() -> None:
     assert table(made.trace()) == {"recursive": (3, 140, 40)}
 
 
+def test_a_label_around_a_backward_pass_counts_what_the_threads_of_autograd_launched() -> None:
+    """They have labels of their own as well: those of the collectives, say."""
+    made = Recording(V100)
+    made.step(0, 100)
+    made.operator("aten::mm", 1, 5)
+    made.kernel("forward", 200, 210, launched=2)
+    made.annotation("backward", 20, 60)
+    for at in (25, 40):
+        made.operator("autograd::engine::evaluate_function: MmBackward0", at, at + 10, "1/2")
+        made.operator("aten::mm", at + 1, at + 9, "1/2")
+        made.kernel("backward", 200 + at, 207 + at, launched=at + 3, thread="1/2")
+    made.annotation("nccl:all_reduce", 40, 49, "1/2")
+    made.operator("aten::mm", 25, 50, "1/3")      # of a thread that has nothing to do with it
+    made.kernel("other", 300, 330, launched=30, thread="1/3")
+    made.operator("autograd::engine::evaluate_function: MmBackward0", 25, 50, "9/9")     # nor has another process
+    made.kernel("other", 300, 330, launched=30, thread="9/9", pid=9)
+    assert table(made.trace()) == {"backward": (1, 40, 14), "nccl:all_reduce": (1, 9, 7)}
+
+
 def test_without_launches_the_devices_part_is_unknown() -> None:
     made = Recording(V100)
     made.annotation("forward", 0, 40)

@@ -13,6 +13,7 @@ from nsys_exports import EARLY, Export, thread, training
 from saturate.errors import TraceError
 from saturate.trace import nsys
 from saturate.trace._sqlite import Database
+from saturate.trace.analyze import analyze_one
 from saturate.trace.columns import KERNEL, MEMCPY, MEMSET, Trace
 from saturate.trace.launches import launching_calls
 
@@ -228,6 +229,21 @@ def test_a_whole_graph_is_busy_time_and_said_to_hide_its_kernels(tmp_path: Path)
     assert (names(trace, trace.gpu.name)[2], trace.gpu.end[2] - trace.gpu.start[2]) == ("CUDA graph", 1000)
     assert [id for id, _ in trace.problems] == ["whole-graphs"]
     assert "--cuda-graph-trace=node" in trace.problems[0][1]
+    found = analyze_one(trace)
+    assert {"kernels", "communication"} <= set(next(one for one in found.integrity.problems if one.id == "whole-graphs").blocks)
+    device = found.devices[0]
+    assert (device.kernels, device.median_kernel_ns, device.communication_ns) == (None, None, None), "one of 1000 ns is no kernel"
+    assert device.busy_of_span == 1200 / 1300 and "without their kernels" in device.unknown["kernels"]
+
+
+def test_a_few_whole_graphs_beside_kernels_forbid_nothing(tmp_path: Path) -> None:
+    made = Export(tmp_path / "a.sqlite")
+    for number in range(20):
+        made.kernel("k", 1000 * number, 1000 * number + 950, graphNodeId=0)
+    made.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=20_000, end=21_000, deviceId=0, graphId=3, streamId=7,
+             correlationId=99, globalPid=thread(100, 0))
+    found = analyze_one(nsys.read(made.write()))
+    assert not next(one for one in found.integrity.problems if one.id == "whole-graphs").blocks and found.devices[0].kernels == 21
 
 
 @pytest.mark.parametrize(("text", "problem"), [

@@ -18,7 +18,7 @@ from saturate.cli._output import with_program
 from saturate.errors import TraceError
 from saturate.findings import _registry as rules
 from saturate.machine import ceilings
-from saturate.records.analysis import Analysis, Device, Finding, Integrity, Limit, Problem, Straggler
+from saturate.records.analysis import Analysis, Device, Finding, Integrity, Limit, Problem, Straggler, at_work
 from saturate.records.ceilings import Ceilings
 from saturate.records.observations import CommunicationSeen, Observations
 from saturate.report import analysis as terminal
@@ -173,7 +173,10 @@ def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analys
         for device, each in zip(whole.devices, alone, strict=True)
     ]
     known = frozenset(techniques.load())
-    devices = [judged(device, rules.verdict(each)) for device, each in zip(whole.devices, seen, strict=True)]
+    devices = [
+        judged(silent(device, rules.unanswered(each)), rules.verdict(each))
+        for device, each in zip(whole.devices, seen, strict=True)
+    ]
     found = [(device, rules.detect(each, known)) for device, each in zip(devices, seen, strict=True)]
     integrity = Integrity(ok=not any(problem.blocks for problem in problems), problems=problems)
     return msgspec.structs.replace(
@@ -185,6 +188,12 @@ def together(parts: Sequence[Reduced], unread: Sequence[Problem] = ()) -> Analys
         stragglers=compared.stragglers,
         unknown=unknown,
     )
+
+
+def silent(device: Device, ids: Sequence[str]) -> Device:
+    """The device with the rules beside what is not known of it whose silence is no answer."""
+    unknown = {rules.unanswered_field(id): "what this rule looks at was not recorded" for id in ids}
+    return msgspec.structs.replace(device, unknown=device.unknown | unknown) if unknown else device
 
 
 def judged(device: Device, limit: Limit) -> Device:
@@ -216,7 +225,7 @@ def _more(files: int) -> str:
 def overall(devices: Sequence[Device]) -> Limit:
     """The verdict that bears most of the devices' time."""
     time_ns: Counter[Limit] = Counter()
-    for device in devices:
+    for device in at_work(list(devices)):
         time_ns[device.verdict] += 1 + (device.step_ns or device.span_ns or 0)
     return max(time_ns, key=lambda limit: time_ns[limit], default="unknown")
 
@@ -247,8 +256,9 @@ def merged(found: Sequence[tuple[Device, Sequence[Finding]]]) -> list[Finding]:
     """Each finding once, as the device shows it that has most to gain, in the order of the rules' registry."""
     best: dict[str, tuple[Device, Finding]] = {}
     count: dict[str, int] = {}
+    working = set(map(id, at_work([device for device, _ in found])))
     for device, findings in found:
-        for finding in findings:
+        for finding in findings if id(device) in working else ():
             count[finding.id] = count.get(finding.id, 0) + 1
             if finding.id not in best or (finding.bound or 0.0) > (best[finding.id][1].bound or 0.0):
                 best[finding.id] = (device, finding)

@@ -7,7 +7,12 @@ explain ID`, the docs page and the report are made from it); `RULE`; its thresho
 
 which is pure, abstains (None) when a number it needs is None, when `RULE.needs` names something in
 `seen.integrity_blocks`, or when no step was observed, and never says what its "Not to be confused with"
-excludes. A bound is an upper bound: what the step would be if the cause were gone and nothing else took its place.
+excludes. It may hold
+
+    answers(seen: Observations) -> bool
+
+which is False where a number is None without which `detect` always abstains: its silence is no answer then, and a finding that another
+trace shows is neither gone nor new. A bound is an upper bound: what the step would be if the cause were gone and nothing else took its place.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from saturate.findings._common import at_most, per_step, recorded_ms, without
+from saturate.findings._common import at_most, below, per_step, recorded_ms, without
 from saturate.records.observations import KernelsSeen, Observations, SyncSeen
 
 #: Idle time (on a CPU: time outside operators), of the step, from which the host counts as late.
@@ -33,6 +33,12 @@ def never_ahead(kernels: KernelsSeen) -> bool | None:
     if delay is None and shallow is None:
         return None
     return (delay is not None and delay <= LAUNCH_DELAY_US) or (shallow is not None and shallow >= SHALLOW_QUEUE)
+
+
+def tells_who_is_late(seen: Observations) -> bool:
+    """Whether nobody's finding a late host says that it is none: of kernels that a graph replays nobody is asked, and the host may be late
+    between two graphs."""
+    return seen.device == "cpu" or not seen.kernels.graph_replay or below(seen.kernels.host_late, HOST_LATE)
 
 
 def late(seen: Observations) -> float | None:

@@ -17,6 +17,7 @@ from saturate import plugins
 from saturate.errors import RuleError
 from saturate.findings import _verdict
 from saturate.findings._api import HEADINGS, STEPS_TO_CONCLUDE, Rule
+from saturate.findings._common import concludes
 from saturate.records.analysis import Analysis, Finding
 from saturate.records.observations import Observations
 
@@ -49,15 +50,28 @@ def detect(seen: Observations, known_techniques: frozenset[str]) -> list[Finding
 def judges(id: str, analysis: Analysis) -> bool:
     """Whether a rule could have found something on every device of an analysis, so that its silence is an answer.
 
-    A rule that is not installed here is taken to need everything.
+    A rule that is not installed here is taken to need everything. What a rule's `answers` says stands in the devices' `unknown`.
     """
     module = load().get(id)
     needs, fields = (module.RULE.needs, module.RULE.fields) if module else (CONCLUSIONS, frozenset())
     blocked = {conclusion for problem in analysis.integrity.problems for conclusion in problem.blocks}
     known = all(
-        device.steps >= STEPS_TO_CONCLUDE and not fields & device.unknown.keys() for device in analysis.devices
+        device.steps >= STEPS_TO_CONCLUDE and not (fields | {unanswered_field(id)}) & device.unknown.keys()
+        for device in analysis.devices
     )
     return bool(analysis.devices) and known and not needs & blocked
+
+
+def unanswered(seen: Observations) -> list[str]:
+    """Ids of the rules whose silence is no answer, as what they look at was not observed. Of what steps or the trace do not carry
+    at all, nothing is said: that has a reason elsewhere."""
+    return [module.RULE.id for module in load().values() if concludes(seen, module.RULE)
+            and (answers := getattr(module, "answers", None)) is not None and not answers(seen)]  # fmt: skip
+
+
+def unanswered_field(id: str) -> str:
+    """Under which name a device's `unknown` says so."""
+    return f"findings.{id}"
 
 
 def _ask(module: ModuleType, seen: Observations) -> Finding | None:

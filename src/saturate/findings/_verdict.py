@@ -54,7 +54,8 @@ def _observed(seen: Observations) -> Limit:
     }
     known = {kind: share for kind, share in waits.items() if share is not None and LEAST_WAIT <= share <= 1.0}
     limit: Limit = max(known, key=lambda kind: known[kind], default="unknown")
-    return limit if known.get(limit, 0.0) > at_most(seen.copies.exposed) else "unknown"     # no limit is called copies
+    # No limit is called copies, and none idle time of unknown cause.
+    return limit if known.get(limit, 0.0) > at_most(seen.copies.exposed, seen.unattributed) else "unknown"
 
 
 def _of_host(seen: Observations) -> float:

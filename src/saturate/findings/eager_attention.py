@@ -50,6 +50,10 @@ RULE = Rule(
 LEAST = 0.10
 
 
+def answers(seen: Observations) -> bool:
+    return seen.attention_eager is not None
+
+
 def detect(seen: Observations) -> Finding | None:
     share = seen.attention_eager
     if not concludes(seen, RULE) or share is None or not reaches(share, LEAST):

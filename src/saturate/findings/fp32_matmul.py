@@ -62,6 +62,10 @@ RATIOS = {(7, 0): 8.0, (7, 5): 8.0, (8, 0): 16.0, (8, 6): 4.0, (8, 9): 4.0, (9, 
 RATIO_ON_CPU = 16.0
 
 
+def answers(seen: Observations) -> bool:
+    return seen.fp32_matmul is not None and (seen.capability is not None or seen.bf16_native is not None)
+
+
 def detect(seen: Observations) -> Finding | None:
     share, helps = seen.fp32_matmul, _formats(seen)
     least = LEAST_ON_CPU if seen.device == "cpu" else LEAST

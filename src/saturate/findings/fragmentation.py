@@ -45,6 +45,10 @@ UNUSED = 0.30
 FULL = 0.90
 
 
+def answers(seen: Observations) -> bool:
+    return seen.memory.fragmentation is not None or seen.memory.allocator_retries is not None
+
+
 def detect(seen: Observations) -> Finding | None:
     memory = seen.memory
     retried = memory.allocator_retries is not None and memory.allocator_retries >= RETRIES

@@ -58,6 +58,7 @@ from saturate.findings._host import (
     never_ahead,
     outside_us,
     read_in_operators,
+    tells_who_is_late,
     waited,
 )
 from saturate.records.analysis import Finding
@@ -72,6 +73,9 @@ RULE = Rule(
     techniques=("compile", "merged-micro-batches", "fused-optimizer", "zero-grad-none"),
     needs=frozenset({"steps", "gaps", "kernels"}),
 )
+
+
+answers = tells_who_is_late
 
 
 def detect(seen: Observations) -> Finding | None:

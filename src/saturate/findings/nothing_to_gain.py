@@ -39,7 +39,7 @@ from saturate.findings._common import at_most, below, concludes, finding, of_ste
 from saturate.records.analysis import Finding
 from saturate.records.observations import Observations
 
-RULE = Rule(id="nothing-to-gain", title="nothing to gain", needs=frozenset({"steps", "busy"}))
+RULE = Rule(id="nothing-to-gain", title="nothing to gain", needs=frozenset({"steps", "busy", "communication"}))
 
 #: Computing, of the step.
 COMPUTING = 0.85

@@ -49,6 +49,10 @@ RULE = Rule(
 LEAST = 0.02
 
 
+def answers(seen: Observations) -> bool:
+    return seen.copies.pageable_ms is not None
+
+
 def detect(seen: Observations) -> Finding | None:
     if seen.device == "cpu" or not concludes(seen, RULE):
         return None

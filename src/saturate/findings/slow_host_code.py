@@ -48,13 +48,16 @@ from saturate.findings._common import (
     recorded_ms,
     without,
 )
-from saturate.findings._host import HOST_LATE, LAUNCH_US, SHORT_KERNELS, late, outside_us, waited
+from saturate.findings._host import HOST_LATE, LAUNCH_US, SHORT_KERNELS, late, outside_us, tells_who_is_late, waited
 from saturate.records.analysis import Finding
 from saturate.records.observations import Observations
 
 RULE = Rule(id="slow-host-code", title="other code between operators", needs=frozenset({"steps", "gaps", "kernels"}))
 
 _ADVICE = "move it out of the step, or do it every so many steps; a sampling profiler shows the lines"
+
+
+answers = tells_who_is_late
 
 
 def detect(seen: Observations) -> Finding | None:

@@ -45,6 +45,10 @@ LEAST = 0.10
 _CLOSURES = ("LBFGS",)
 
 
+def answers(seen: Observations) -> bool:
+    return seen.update is not None or seen.optimizer is not None
+
+
 def detect(seen: Observations) -> Finding | None:
     share = seen.optimizer if seen.update is None or seen.updated_by_hand else seen.update
     if not concludes(seen, RULE) or share is None or not reaches(share, LEAST):

@@ -54,6 +54,10 @@ OTHER_CAUSE = 0.05
 DEVICE_WAIT = 0.15
 
 
+def answers(seen: Observations) -> bool:
+    return None not in (seen.memory.used, seen.input_wait, seen.sync_idle, seen.device_wait)
+
+
 def detect(seen: Observations) -> Finding | None:
     if seen.device == "cpu" or not concludes(seen, RULE) or not _others_are_excluded(seen):
         return None

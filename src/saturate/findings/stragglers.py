@@ -62,6 +62,10 @@ WAITS = 0.5
 IN_TURNS = 0.5
 
 
+def answers(seen: Observations) -> bool:
+    return seen.communication.late_ms_per_step is not None
+
+
 def detect(seen: Observations) -> Finding | None:
     peers = seen.communication
     share = per_step(peers.late_ms_per_step, recorded_ms(seen))

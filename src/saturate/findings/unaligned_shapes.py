@@ -63,6 +63,10 @@ _KERNEL = re.compile(r"\w+_align\d+")
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul")
 
 
+def answers(seen: Observations) -> bool:
+    return any(one.dims for one in seen.operators)
+
+
 def detect(seen: Observations) -> Finding | None:
     if seen.device == "cpu" or not concludes(seen, RULE):
         return None

@@ -142,6 +142,25 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     unknown: dict[str, str] = {}
 
 
+#: Of the busy time of the busiest device of a file: below it a device took no part in the work.
+TOOK_PART = 0.01
+
+
+def at_work(devices: list[Device]) -> list[Device]:
+    """The devices without those that hardly worked beside another one of their file: one of which a stray copy or a context was
+    recorded waits for nothing, and says nothing of a program that computes on another. All, where that is not known."""
+    busy = [_busy_ns(device) for device in devices]
+    most: dict[str, int] = {}
+    for device, ns in zip(devices, busy):
+        most[device.source] = max(most.get(device.source, 0), ns or 0)
+    return [device for device, ns in zip(devices, busy) if ns is None or ns >= TOOK_PART * most[device.source]]
+
+
+def _busy_ns(device: Device) -> int | None:
+    window = device.span_ns if device.step_ns is None else device.step_ns
+    return None if window is None or device.idle_ns is None else window - device.idle_ns
+
+
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """One thing wrong with a trace, and which conclusions it forbids."""
 

@@ -146,6 +146,7 @@ class Observations:
     input_wait_raw: float | None = None
     sync_idle: float | None = None          # idle while the host waited for the device
     device_wait: float | None = None        # idle although work was queued
+    unattributed: float | None = None       # idle for a cause that is not known
     forward: float | None = None            # shares of the step by phase
     backward: float | None = None
     optimizer: float | None = None
@@ -164,7 +165,7 @@ class Observations:
     tf32_allowed: bool | None = None
     attention_eager: float | None = None    # softmax(QK)V written out: its matmuls and softmax, of the step
     attention_fell_back: bool = False       # scaled_dot_product_attention was called, and ran as these parts
-    elementwise: float | None = None        # memory-bound elementwise and reduction operators, of the step
+    elementwise: float | None = None        # memory-bound elementwise and reduction operators but those of `attention_eager`, of the step
     overhead: float | None = None           # step time outside operators and loader (the interpreter), of the step
     limit: str = "unknown"                  # the verdict, `records.analysis.Limit`
     integrity_blocks: frozenset[str] = frozenset()  # names of conclusions that the trace cannot carry

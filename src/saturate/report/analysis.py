@@ -18,7 +18,7 @@ BAR = 60  # the longest bar: a finer one says no more
 FINDINGS, OPERATORS, PLACES, RANKS, PROBLEMS = 5, 5, 3, 8, 4
 
 #: Reasons that stand elsewhere in the summary, or say that there was nothing to know.
-_TOLD = frozenset({"data_wait", "roofline", "communication_overlap", "verdict"})
+_TOLD = frozenset({"data_wait", "roofline", "communication_overlap", "verdict", "findings"})
 #: What only accelerators have.
 _OF_DEVICES = frozenset({"short_kernels", "median_kernel_ns", "median_launch_delay_ns", "gaps", "occupancy"})
 

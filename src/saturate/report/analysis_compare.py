@@ -169,6 +169,8 @@ def _device(device: DeviceComparison, several: bool, room: int) -> Rows:
         for each in device.operators[:OPERATORS]
     ]
     rows += labelled("operators", columns(operators, room, numeric={1, 3, 4}, elastic=5))
+    if why := device.unknown.get("operators"):
+        rows += labelled("operators", wrap(f"{say.UNKNOWN}: {why}", room, 2))
     left = device.operators_left_out + max(0, len(device.operators) - OPERATORS)
     if left:
         rows.append(("", fit(f"+{left:,} that changed less", room)))
@@ -288,6 +290,8 @@ def _tables(device: DeviceComparison) -> list[object]:
             ),
             tag("p", left, class_="soft small"),
         ]
+    if why := device.unknown.get("operators"):
+        body += [tag("h3", "Operators"), tag("p", f"{words.capital(say.UNKNOWN)}: {why}.", class_="soft small")]
     return body
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from saturate.records import sizes
-from saturate.records.analysis import Analysis, Device, Finding, LoaderCost, Operator, Profile, Sync
+from saturate.records.analysis import Analysis, Device, Finding, LoaderCost, Operator, Profile, Sync, at_work
 from saturate.report import words
 
 UNKNOWN = "not known"
@@ -171,7 +171,8 @@ def focus(analysis: Analysis) -> Device | None:
     def idleness(device: Device) -> float:
         return of(device.idle_ns, window(device)[0]) or 0.0
 
-    alike = [device for device in analysis.devices if device.verdict == analysis.verdict] or analysis.devices
+    working = at_work(analysis.devices)
+    alike = [device for device in working if device.verdict == analysis.verdict] or working
     return max(alike, key=idleness, default=None)
 
 
@@ -253,9 +254,9 @@ def _no_verdict(analysis: Analysis) -> str:
     """The reason for the verdict itself; else what blocks conclusions. A mere note is no reason."""
     device = focus(analysis)
     why = {**analysis.unknown, **(device.unknown if device is not None else {})}
-    if device is None:
-        return why.get("verdict") or why.get("devices") or "the trace holds no accelerator events"
     blocking = next((problem.message for problem in analysis.integrity.problems if problem.blocks), "")
+    if device is None:
+        return why.get("verdict") or why.get("devices") or blocking or "the trace holds no accelerator events"
     return why.get("verdict") or blocking or LIMITS["unknown"][1]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from saturate.records.analysis import Analysis, DataWait, Device, Gaps, Limit, Occupancy, Problem, Roofline
+from saturate.records.analysis import Analysis, DataWait, Device, Gaps, Limit, Occupancy, Problem, Roofline, at_work
 from saturate.records.ceilings import Ceilings
 from saturate.trace import breakdown, gaps, integrity, one_run, ranks
 from saturate.trace.columns import Column, Trace
@@ -127,7 +127,7 @@ def _distinct(found: list[list[Problem]]) -> list[Problem]:
 def _overall(records: list[Device]) -> Limit:
     """The verdict that most of the devices' time bears."""
     time: Counter[Limit] = Counter()
-    for device in records:
+    for device in at_work(records):
         time[device.verdict] += (device.step_ns or device.span_ns or 0) + 1
     return time.most_common(1)[0][0] if time else "unknown"
 

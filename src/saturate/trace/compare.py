@@ -162,6 +162,9 @@ def _operators(old: Device, new: Device) -> tuple[list[OperatorChange], int, str
     silent = [which for which, table in (("old", before), ("new", after)) if not table]
     if silent:
         return [], 0, f"the {' and the '.join(silent)} trace has no operators with kernels"
+    shaped = [which for which, table in (("old", before), ("new", after)) if any(shapes for _, shapes, _ in table)]
+    if len(shaped) == 1:
+        return [], 0, f"only the {shaped[0]} trace has the shapes of its operators, so none can be paired"
     least = WORTH_A_LINE * max((device.step_ns or 0) / device.steps for device in (old, new))
     changes = [_operator(before.get(key, []), after.get(key, []), old.steps, new.steps)
                for key in {**before, **after}]

@@ -18,7 +18,7 @@ import numpy as np
 from saturate.records.analysis import Integrity, Problem
 from saturate.trace.breakdown import Work
 from saturate.trace.columns import KERNEL, Column, Trace
-from saturate.trace.intervals import covered, intersect, length, subtract
+from saturate.trace.intervals import covered, intersect, length, subtract, union
 from saturate.trace.launches import GRAPH_LAUNCH, ambiguous, by_thread, named, of_several_processes, spans, valid
 from saturate.trace.windows import CPU, Window, devices
 
@@ -37,6 +37,8 @@ REPLAYED_AT_MOST = 0.05         # kernels replayed from a graph, before operator
 OVERHEAD_AT_MOST = 0.05         # of the window: the profiler's own work
 
 LAUNCH = re.compile(r"^(cuda|cu|hip|hipExt|hipModule|hipExtModule)Launch\w*Kernel")
+#: Whatever makes a device of any backend work: a launch of CUDA's or HIP's, of a graph, or one of Intel's Unified Runtime.
+ANY_LAUNCH = re.compile(rf"{LAUNCH.pattern}|{GRAPH_LAUNCH.pattern}|EnqueueKernelLaunch")
 BEGIN_CAPTURE, END_CAPTURE = re.compile(r"StreamBeginCapture"), re.compile(r"StreamEndCapture")
 #: What Kineto calls the profiler's own activity (category `overhead`).
 OVERHEAD = re.compile(r"^(Instrumentation|Resource|Activity Buffer Request|Buffer Flush|CUPTI.*Overhead|"
@@ -57,7 +59,7 @@ READING = {"truncated": EVERYTHING, "lost-records": OF_THE_DEVICE, "lost-calls":
 
 def problems(trace: Trace, launches: Column) -> list[Problem]:
     """Everything wrong with the trace as a whole; what concerns one device's window is in `of_window`."""
-    found = [Problem(id=id, message=message, blocks=READING.get(id, [])) for id, message in trace.problems]
+    found = [Problem(id=id, message=message, blocks=_blocks(trace, id)) for id, message in trace.problems]
     if devices(trace) in ([], [CPU]):
         found += _no_accelerator(trace)
     else:
@@ -66,6 +68,16 @@ def problems(trace: Trace, launches: Column) -> list[Problem]:
         found += _early(trace, launches)
         found += _replayed(trace, launches)
     return found
+
+
+def _blocks(trace: Trace, id: str) -> list[str]:
+    """Of a graph that was recorded as a whole, what ran inside is not known: kernels, and communication among them."""
+    if id != "whole-graphs":
+        return EVERYTHING if id == "no-events" else READING.get(id, [])
+    kernels = (trace.gpu.kind == KERNEL) & valid(trace.gpu)
+    time = trace.gpu.end - trace.gpu.start
+    graphs = int(time[kernels & (trace.gpu.graph == 1)].sum())
+    return ["kernels", "communication", "occupancy", "roofline"] if graphs > REPLAYED_AT_MOST * int(time[kernels].sum()) else []
 
 
 def of_window(trace: Trace, window: Window, work: Work) -> list[Problem]:
@@ -86,6 +98,7 @@ def of_window(trace: Trace, window: Window, work: Work) -> list[Problem]:
     if busy and outside > OUTSIDE_AT_MOST * busy:
         found.append(Problem(id="work-outside-steps", blocks=[], message=(
             f"{outside / busy:.0%} of the busy time lies outside the recorded steps, and not in their shares")))
+    found += _silent_steps(trace, window)
     profiler = spans(trace.annotations, np.flatnonzero(named(trace, trace.annotations.name, OVERHEAD)))
     overhead = length(intersect(profiler, window.steps))
     if overhead > OVERHEAD_AT_MOST * length(window.steps):
@@ -94,8 +107,32 @@ def of_window(trace: Trace, window: Window, work: Work) -> list[Problem]:
     return found
 
 
+def _silent_steps(trace: Trace, window: Window) -> list[Problem]:
+    """Steps in which operators ran as in the others, and nothing was called or done on a device: a profiler whose buffers are full stops to
+    record both, and goes on with operators."""
+    if not len(trace.calls.start) or not len(trace.operators.start) or not len(trace.gpu.start):
+        return []
+    first, last = window.first, window.last
+
+    def begun(start: Column) -> Column:
+        return np.searchsorted(start, last, "left") - np.searchsorted(start, first, "left")
+
+    rows = valid(trace.gpu)
+    worked = covered(union(trace.gpu.start[rows], trace.gpu.end[rows]), first, last) > 0
+    silent, operators = (begun(trace.calls.start) == 0) & ~worked, begun(trace.operators.start)
+    if not silent.any() or silent.all():
+        return []
+    silent &= (operators > 0) & (2 * operators >= np.median(operators[~silent]))
+    count = int(silent.sum())
+    if not count:
+        return []
+    return [Problem(id="lost-records", blocks=OF_THE_DEVICE, message=(
+        f"{count} of {len(first)} steps hold operators as the others do, but neither a call nor an event of a device: records were lost, and "
+        "the device was busier than the trace shows"))]
+
+
 def _no_accelerator(trace: Trace) -> list[Problem]:
-    if any(id == "unknown-accelerator" for id, _ in trace.problems):        # said by who knows more
+    if any(id in ("unknown-accelerator", "no-events") for id, _ in trace.problems):        # said by who knows more
         return []
     others = [f"{name} ({count:,})" for name, count in trace.left_out.items() if OTHER_RUNTIME.match(name)]
     if others:
@@ -105,6 +142,11 @@ def _no_accelerator(trace: Trace) -> list[Problem]:
     if any("busy" in READING.get(id, ()) for id, _ in trace.problems):      # none was read, which does not say that there was none
         return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
             "no event of an accelerator could be read, and events were lost: whether one was at work is not known"))]
+    launches = int(named(trace, trace.calls.name, ANY_LAUNCH).sum())
+    if launches:
+        return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
+            f"{launches:,} launch{'es were' if launches > 1 else ' was'} recorded, and no event of the device that they made work: the profiler delivered none (as under "
+            "WSL, beside another profiler, or where its clock is another), so what the device did is not known"))]
     elsewhere = np.unique(trace.operators.name[named(trace, trace.operators.name, NOT_ON_A_CPU)])
     if len(elsewhere):
         return [Problem(id="unknown-accelerator", blocks=OF_THE_DEVICE, message=(
@@ -224,11 +266,12 @@ def _lost(trace: Trace, launches: Column) -> list[Problem]:
     arrived[launches[launches >= 0]] = True
     if not arrived.any():
         return []       # unmatched, all of them: nothing says that they are lost
-    # What was launched after the last call that arrived may have run after the recording ended: that is no loss.
-    last = trace.calls.start[arrived].max()
+    # What was launched after the last call that arrived may have run after the recording ended: that is no loss. But what was
+    # launched when the device had ended its last event for good would have been next.
+    last, ended = trace.calls.start[arrived].max(), trace.gpu.end[valid(trace.gpu)].max()
     found = []
     for rows, what in ((launching, "kernel launches"), (graphs, "graph launches")):
-        rows = rows[trace.calls.start[rows] <= last]
+        rows = rows[(trace.calls.start[rows] <= last) | (trace.calls.start[rows] > ended)]
         missing = int((~arrived[rows] & ~_nested(trace, rows, arrived)).sum())
         if missing > (1 - MATCHED_AT_LEAST) * len(rows):
             found.append(Problem(id="lost-records", blocks=OF_THE_DEVICE, message=(

@@ -411,5 +411,7 @@ class _Reader:
                 ("lost-records", f"{self.lost_of_device:,} device events could not be read, {of_device:,} could")
             )
         if not self._tables:
-            found.append(("no-events", "nothing that torch.profiler records is in this file"))
+            others = sum(self.left_out.values())
+            found.append(("no-events", "nothing that torch.profiler records is in this file" + (
+                f": its {others:,} events are another program's, or of a kind that is not read" if others else "")))
         return found

@@ -174,7 +174,7 @@ class _Reader:
             target.add(count, kind=np.full(count, kind), **chunk)
         if table == tables.GRAPH and len(target) > before:
             self.problems.append(("whole-graphs", f"{len(target) - before:,} launches of a CUDA graph are recorded "
-                                  "as a whole, without their kernels; record with --cuda-graph-trace=node"))
+                                  "as a whole, without their kernels: all of each counts as computation; record with --cuda-graph-trace=node"))
 
     def _calls(self, target: Growing, table: str) -> None:
         columns = self.database.tables[table]

@@ -68,7 +68,7 @@ def observations(trace: Trace, device: Device, labelled: bool = True) -> Observa
         capability=info.capability if info and not device.name.startswith("AMD") else None,
         bf16_native=_bf16(info, device.name), steps=device.steps, step_ms=_per_step(device.step_ns, device),
         busy=device.busy_of_step, input_wait=device.data_wait.exposed, input_wait_raw=device.data_wait.raw,
-        sync_idle=idle.get("sync"), device_wait=idle.get("already_launched"),
+        sync_idle=idle.get("sync"), device_wait=idle.get("already_launched"), unattributed=idle.get("unattributed"),
         forward=split.get("forward"), backward=split.get("backward"), optimizer=split.get("optimizer"), update=split.get("update"),
         optimizer_kind=kind, optimizer_fused=_optimizer_fused(seen, kind), optimizer_tensors=_optimizer_tensors(seen),
         fp32_matmul=share(patterns.fp32_matmuls(operators) if operators else None),
