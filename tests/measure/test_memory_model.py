@@ -9,7 +9,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from saturate.measure import memory_model
-from saturate.measure.memory_model import Line, Point, first_proposal, heap_share, line, margin_bytes, next_probe, propose
+from saturate.measure.memory_model import (
+    Line,
+    Point,
+    first_proposal,
+    heap_share,
+    line,
+    margin_bytes,
+    next_probe,
+    propose,
+)
 
 MIB = 2**20
 
