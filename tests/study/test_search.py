@@ -219,7 +219,7 @@ def test_what_cannot_be_told_of_one_is_asked_of_the_others() -> None:
         Verified(None, "it amplifies one rounding") if any(c.id == "fast" for c in techniques) else plain(techniques))
     walk = search(world, FAST, technique("also"))
     walk.run()
-    assert [c.id for c in walk.kept] == ["also"]
+    assert [c.id for c in walk.kept] == ["also"] and not any(question.startswith("look again") for question in world.asked)
     assert (walk.fates["fast"].fate, walk.fates["fast"].reason) == ("inconclusive", "cannot verify: it amplifies one rounding")
 
 
@@ -261,11 +261,12 @@ def test_allow_is_only_named_where_it_would_change_something() -> None:
 
 
 def test_what_is_certain_joins_at_once_and_the_rest_is_screened_on_top_of_it() -> None:
-    world = World({"fast": (0.6, 0.0), "slow": (0.9, 0.0)}, None)
+    world = Noisy({"fast": (0.6, 0.0), "slow": (0.9, 0.0)}, None)
     walk = search(world, FAST, SLOW)
     walk.run()
     assert [c.id for c in walk.kept] == ["fast", "slow"]
     assert world.started.index("fast + slow") < world.started.index("slow"), "only the ablation runs it alone"
+    assert world.asked == ["screen fast", "screen slow with fast", "without fast"], "what was just raced is not raced again"
 
 
 def test_a_certain_one_that_does_not_verify_is_not_stood_on() -> None:
@@ -695,6 +696,46 @@ def test_a_fallback_has_its_turn_at_once_and_only_where_the_first_variant_fails(
     screened = [question for question in world.asked if question.startswith("screen")]
     assert [question.startswith("screen one") for question in screened] == ([True, True, False] if crashes else [True, False])
     assert [c.label() for c in walk.kept] == ["one level=2" if crashes else "one"] and walk.fates["one"].fate == "kept"
+
+
+def test_what_is_not_surely_large_waits_for_the_others() -> None:
+    world = Ending({"one": (0.87, 0.0), "other": (1.0, 0.0)}, None, reads={"screen one": (0.15, 0.03, 0.28, "faster")})
+    walk = walked(world, technique("one"), technique("other"))
+    assert [result.record.question for result in walk.results][:2] == ["screen one", "screen other"]
+    assert [c.id for c in walk.kept] == ["one"]
+
+
+def test_what_was_screened_is_kept_when_it_has_verified_and_not_before() -> None:
+    """Should the time end in between, it is not in the recipe."""
+    walk = search(World({"fast": (0.95, 0.0)}, None), FAST)
+    walk._screen(walk.eligible())
+    assert walk.screened["fast"].decision.verdict == "faster" and walk.kept == () and walk.fates["fast"].fate == "inconclusive"
+
+
+def test_what_could_give_most_is_looked_at_again_first() -> None:
+    reads = {"screen one": (0.0, -0.1, 0.1, "inconclusive"), "screen two": (0.0, -0.1, 0.3, "inconclusive")}
+    walk = walked(Ending({"one": (1.0, 0.0), "two": (1.0, 0.0)}, None, reads=reads), technique("one"), technique("two"))
+    assert [result.record.question for result in walk.results][2:] == ["look again at two with baseline", "look again at one with baseline"]
+
+
+def test_nothing_stands_frozen_beside_what_is_added_and_verified() -> None:
+    """The process that screening races share takes memory."""
+    world = Noisy({"fast": (0.9, 0.0), "slow": (1.1, 0.0)}, None, misread={"fast": 0.05})
+    world.drop_base = lambda: world.asked.append("drop")      # type: ignore[method-assign]
+    walked(world, FAST, SLOW)
+    assert world.asked[:4] == ["screen fast", "screen slow", "drop", "add fast to baseline"]
+
+
+def test_a_turn_that_time_cut_short_says_nothing_of_how_long_turns_are() -> None:
+    class Slow(Ending):
+        def run(self, question: str, *rest: Any, **more: Any) -> Result:
+            if question == "screen slow":
+                time.sleep(0.3)
+            return super().run(question, *rest, **more)
+
+    walk = search(Slow(TWO, None, endings={"screen slow": ("b", "not_in_time")}), SLOW, FAST)
+    walk._screen(walk.eligible())
+    assert 0 < walk.turn_s < 0.3
 
 
 @dataclass
