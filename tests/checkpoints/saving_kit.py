@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +87,29 @@ class Disk:
         if isinstance(found[0], BaseException):
             raise found[0]
         return found[0]
+
+
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What reaches the disk from now on, in its order: ("sync", name), ("name", the new one), ("remove", name). Temporary files are "new".
+    A kill does not show an order: what a process has written, the system keeps. A power failure may keep any of what was not synced.
+    To be called before techniques are applied, which guard some of these functions."""
+    done: list[tuple[str, str]] = []
+
+    def noted(what: str, operation: Callable[..., Any], named: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(operation)
+        def act(*given: Any, **more: Any) -> Any:
+            name = Path(os.fsdecode(named(*given))).name
+            found = operation(*given, **more)
+            done.append((what, "new" if name.startswith(".saturate-") else name))
+            return found
+
+        return act
+
+    monkeypatch.setattr(os, "fsync", noted("sync", os.fsync, lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}")))
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, noted("name", getattr(os, name), lambda old, new: new))
+    monkeypatch.setattr(os, "unlink", noted("remove", os.unlink, lambda path: path))
+    return done
 
 
 def state(seed: int = 0, size: int = 1 << 16) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saving_kit import applied, same, state
+from saving_kit import applied, on_disk, same, state
 
 from saturate.checkpoints import durable, persist, seams
 
@@ -31,6 +31,34 @@ def test_a_link_that_leads_to_itself_is_refused_as_open_refuses_it(tmp_path):
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         durable.replace(tmp_path / "last.pt", lambda stream: stream.write(b"new"))
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"] and (tmp_path / "last.pt").is_symlink()
+
+
+@pytest.mark.parametrize("mode", ["thread", "sync"])
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mode, monkeypatch):
+    """Else a power failure leaves an empty file where a whole one was, and neither the old nor the new one loads."""
+    done = on_disk(monkeypatch)
+    with applied(mode):
+        torch.save(state(1), tmp_path / "model.pt")
+        torch.load(tmp_path / "model.pt")           # waits
+        done.clear()
+        torch.save(state(2), tmp_path / "model.pt")
+        torch.load(tmp_path / "model.pt")
+    assert done == [("sync", "new"), ("name", "model.pt"), ("sync", tmp_path.name)]
+
+
+def test_the_shards_of_a_distributed_checkpoint_are_on_the_disk_before_the_old_ones_go(tmp_path, monkeypatch):
+    folder, done = tmp_path / "model", on_disk(monkeypatch)
+    with applied("thread"):
+        dcp.save(state(1), checkpoint_id=folder)
+        os.listdir(folder)                          # waits
+        (old,) = (path.name for path in folder.glob("*.distcp"))
+        done.clear()
+        dcp.save(state(2), checkpoint_id=folder)
+        os.listdir(folder)
+    (new,) = (path.name for path in folder.glob("*.distcp"))
+    named, gone = done.index(("name", ".metadata")), done.index(("remove", old))
+    assert new != old and {("sync", new), ("sync", folder.name), ("sync", ".metadata.tmp")} <= set(done[:named]), done
+    assert ("sync", folder.name) in done[named:gone], done
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])

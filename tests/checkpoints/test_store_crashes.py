@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from saving_kit import on_disk
 
 torch = pytest.importorskip("torch")
 
@@ -62,6 +63,28 @@ def test_what_a_killed_save_leaves_goes_with_the_next_one_and_with_gc(tmp_path):
         assert not any(path.exists() for path in left) and os.path.exists(name)
         os.close(descriptor)
         os.unlink(name)
+
+
+def test_what_a_checkpoint_needs_is_on_the_disk_before_anything_names_it(tmp_path, monkeypatch):
+    """Its chunks, then its manifest, then the file at its path; and gc forgets a checkpoint before it removes what that needs. What a kill
+    leaves does not show it: the system keeps whatever was written."""
+    job, store = Job(tmp_path), tmp_path / "store"
+    for step in range(4):
+        job.save(step)
+    before = {path.name for path in store.rglob("*.*")}
+    done = on_disk(monkeypatch)
+    job.save(4)
+    pack, manifest = ({path.name for path in (store / folder).iterdir()} - before for folder in ("packs", "manifests"))
+    assert done == [("sync", "new"), ("name", *pack), ("sync", "packs"), ("sync", "new"), ("name", *manifest), ("sync", "manifests"),
+                    ("sync", "new"), ("name", "last.pt"), ("sync", tmp_path.name)]
+    (tmp_path / "last.pt").unlink()
+    done.clear()
+    with Store.open(store) as opened, opened.locked(alone=True):
+        collect.carry_out(opened, collect.plan(opened, 0, None, [tmp_path]))
+    removed = [name for what, name in done if what == "remove"]
+    forgotten = done.index(("sync", "manifests"))
+    assert any(name.endswith(".pack") for name in removed) and done[-1] == ("sync", "packs")
+    assert all(name.endswith(".json") == (done.index(("remove", name)) < forgotten) for name in removed), done
 
 
 def step_in(path: Path) -> int:

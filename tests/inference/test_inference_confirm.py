@@ -120,16 +120,35 @@ def test_who_was_not_scored_has_its_turn_when_the_one_that_outran_it_falls(how: 
     assert won is not None and won.found.candidate.label() == "bf16 + other" and won.judgement.verdict == "pass"
 
 
-@pytest.mark.parametrize(("lossless_ms", "winner"), [(0.8, "bf16"), (0.45, "run")])
+@pytest.mark.parametrize(("lossless_ms", "winner"), [(0.8, "short"), (0.45, "run")])
 def test_behind_the_end_of_the_time_one_that_was_not_scored_is_worth_a_turn(lossless_ms: float, winner: str) -> None:
     """Seen on ResNet-50: 96 samples could not tell of five ways to int8, and bfloat16, twice as fast as the lossless one, had no turn."""
     many = technique("fast", "runtime", "convergence", bound=9.0, variants=3)
-    world = World({"fast": 0.2, "bf16": 0.4, "run": lossless_ms})
-    search = walk(world, many, BF16, RUN)
+    world = World({"fast": 0.2, "short": 0.4, "run": lossless_ms})
+    search = walk(world, many, technique("short", "runtime", "convergence", bound=1.1), RUN)
     losing(world, *(label for label in fates(search) if label.startswith("fast")))
     search.deadline_s = search.end_s = 0.0
     won, _ = confirm.champion(search, world, math.inf)
-    assert won is not None and winner in won.found.candidate.label(), fates(search)
+    assert won is not None and won.found.candidate.label() == winner, fates(search)
+
+
+def test_what_answers_otherwise_from_its_artifact_gives_way() -> None:
+    """Storing may change what was compared in the search."""
+    world = World({"run": 0.5, "other": 0.6})
+    search = walk(world, RUN, OTHER)
+    world.wrong = frozenset({"run"})
+    won, _ = champion(search, world)
+    assert won is not None and won.found.candidate.label() == "other"
+    assert fates(search)["run"] == "rejected_behaviour" and "loaded from its artifact: other shapes" in {one.reason for one in search.tried.values()}
+
+
+def test_of_two_that_a_screening_cannot_tell_apart_the_faster_wins() -> None:
+    world = World({"run": 0.5, "other": 0.51})
+    search = walk(world, RUN, OTHER)
+    stored(world, "other", 0.4)
+    won, _ = champion(search, world)
+    assert won is not None and won.found.candidate.label() == "other" and fates(search)["run"] == "dominated"
+    assert "1.25x slower than other in a race" in {one.reason for one in search.tried.values()}
 
 
 def test_who_was_not_scored_is_left_alone_while_the_best_holds() -> None:
@@ -206,6 +225,13 @@ class Unsure(World):
 def test_what_is_undecided_and_seen_beyond_the_budget_is_repaired() -> None:
     search = walk(Unsure({"run": 0.5, "int8": 0.2}, {"int8": 0.03}, healing=0.006), RUN, INT8)
     assert search.best() is not None and len(search.best().candidate.keep) == 4      # type: ignore[union-attr]
+    assert "int8" not in {one.candidate.label() for one in confirm.contenders(search)}
+
+
+@pytest.mark.parametrize(("best", "repaired"), [(0.22, True), (0.205, False)])
+def test_a_repair_is_worth_it_where_it_may_still_be_the_best(best: float, repaired: bool) -> None:
+    search = walk(World({"run": best, "int8": 0.2}, {"int8": 0.03}, healing=0.006), RUN, INT8)
+    assert any(candidate.keep for candidate in search.tried) is repaired
 
 
 def test_what_is_undecided_and_seen_within_the_budget_is_confirmed_first() -> None:
@@ -220,6 +246,7 @@ def test_what_fails_in_its_confirmation_is_repaired() -> None:
     won, final = champion(search, world)
     assert won is not None and won.found.candidate.keep == {"layer0"} and final.verdict == "faster"
     assert fates(search)["int8"] == "rejected_accuracy" and all(worker.closed for worker in world.workers)
+    assert search.end_s == math.inf, "as before"
 
 
 def test_nothing_is_repaired_without_time_or_without_the_model() -> None:

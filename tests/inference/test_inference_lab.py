@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import math
 import time
@@ -14,7 +16,7 @@ import msgspec
 import optimizations
 import pytest
 
-from saturate.errors import EnvironmentProblem, WorkloadFailed
+from saturate.errors import CheckUnusable, EnvironmentProblem, WorkloadFailed
 from saturate.inference import accuracy, checking, confirm, sensitivity
 from saturate.inference import lab as module
 from saturate.inference.accuracy import Budget, Judgement, split
@@ -296,6 +298,26 @@ def test_a_check_with_few_samples_says_that_it_cannot_confirm() -> None:
         assert judgement.verdict == "undecided" and "too few to split" in judgement.reason and judgement.samples_needed == 38
     assert scored_lab(values, Budget(0.5, confidence=None)).judge(read(values)).verdict == "pass"
     assert scored_lab(values * 2, Budget(0.5)).judge(read(values * 2)).verdict == "pass"
+
+
+def test_the_samples_that_are_said_to_be_needed_are_those_of_the_whole_check() -> None:
+    """Half of them choose, and the others confirm."""
+    budget, values = Budget(0.01), read([1.0] * 100)
+    alone = accuracy.compare(values, values, budget, confirmed_at=accuracy.level(budget.confidence, 0))
+    assert scored_lab([1.0] * 200, budget).judge(read([1.0] * 200)).samples_needed == 2 * (alone.samples_needed or 0) > 600
+
+
+def test_what_calibrates_candidates_may_not_be_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate that was fitted to the samples of the check looks better than it is."""
+    x, other = torch.randn(40, 8), torch.randn(40, 8)
+    seen = Seen()
+    seen.add((x,))
+    found = heard([0.5] * 40)
+    monkeypatch.setattr(checking, "controls", lambda *given: dataclasses.replace(found, baseline=dataclasses.replace(found.baseline, samples=seen)))
+    for calibration in (other, x[10:]):
+        source = SimpleNamespace(calibration=lambda torch, calibration=calibration: [(calibration,)])
+        with contextlib.nullcontext() if calibration is other else pytest.raises(CheckUnusable, match="calibration data is among"):
+            control(len, lambda x: x, Budget(0.5), source, None, 0.0)          # type: ignore[arg-type]
 
 
 def heard(values: list[float], **more: Any) -> checking.Controls:

@@ -328,6 +328,15 @@ def test_the_best_few_run_once_more_side_by_side() -> None:
     assert "in two screenings" not in search.best().reason and sorted(world.started[-2:]) == ["int4", "int8"]
     assert all(worker.closed for worker in world.workers)
     assert search.tried[search.best().candidate].speedup > search.ranked()[1].speedup
+    first, second, beside = 1 / (0.2 * 0.93), 1 / 0.19, 0.2 / 0.19
+    assert search.best().speedup == pytest.approx(first * math.sqrt(second / first * beside), rel=2e-3), "both screenings count alike"
+
+
+def test_each_of_several_that_are_close_runs_beside_the_best_so_far() -> None:
+    world = Lucky({"run": 0.5, "int8": 0.2, "int4": 0.19, "int2": 0.1915, "bf16": 0.4})
+    search = walk(world, RUN, INT8, INT4, technique("int2", "runtime", "precision", INT4.TECHNIQUE.touches), BF16)
+    best, last = search.best(), next(one for one in search.tried.values() if one.candidate.label() == "int2")
+    assert best.candidate.label() == "int4" and last.speedup == pytest.approx(math.sqrt(best.speedup / 0.1915 * 0.19 / 0.1915), rel=2e-3)
 
 
 def test_what_is_clear_or_known_from_before_is_not_run_again(tmp_path: Path) -> None:
@@ -459,6 +468,15 @@ def test_what_was_seen_in_this_study_counts_more_than_a_prior() -> None:
     seen = {first: Tried(first, "dominated", "", speedup=1.1, seconds=40.0)}
     assert order.seconds(second, seen) == 40.0 and order.seconds(unknown, seen) == pytest.approx(20.0 * 40.0 / 10.0)
     assert order.rate(second, facts, seen, 1.1) < order.rate(unknown, facts, seen, 1.1)
+    third = Candidate.of([Part(run, run.Options(7))])
+    seen[second] = Tried(second, "dominated", "", speedup=1.3, seconds=10.0)
+    assert order.seconds(third, seen) == 40.0, "one of them took that long"
+    assert order.expected_speedup(third, facts, seen) == pytest.approx(order.SOME * 1.3), "its options may give a little more"
+
+
+def test_a_repair_takes_several_trials() -> None:
+    broken = Tried(Candidate(), "rejected_accuracy", "", speedup=4.0, seconds=10.0)
+    assert order.repair_rate(broken, 2.0) == pytest.approx(math.log(0.9 * 4.0 / 2.0) / (3 * 10.0))
 
 
 def test_what_does_not_fit_into_the_time_that_is_left_waits() -> None:
@@ -730,6 +748,16 @@ def test_one_slow_call_of_a_dozen_refuses_no_winner(slow: set[int], seconds: flo
         assert final is not None and final.b is not None and final.b.calls >= calls and final.b.p99 < 15.0
     elif kept == "inconclusive":
         assert "give it more time" in found.reason and result.open_ones(search) == [found]
+
+
+def test_the_first_call_of_a_block_does_not_count() -> None:
+    """Caches are cold behind the block of the other one."""
+    class Cold(FakeWorker):
+        def block(self, count: int, *, cpu: int | None = None) -> list[int]:
+            return [9, *[1] * (count - 1)]
+
+    lane = racing.Lane(Cold(1.0, Candidate()), 3)
+    assert lane.run() == 1 and lane.times_ns == [1, 1, 1]
 
 
 def test_a_race_knows_the_faster_and_stops() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
 from saturate.measure.knee import interval, knee
+from saturate.measure.stats import median_se
 
 
 def test_an_interval_holds_its_median_and_narrows():
@@ -17,6 +19,8 @@ def test_an_interval_holds_its_median_and_narrows():
         centre, low, high = interval(rates)
         assert low < centre < high and low < 100 < high
     assert interval(many)[2] - interval(many)[1] < interval(few)[2] - interval(few)[1]
+    half = math.log(interval([90.0, 100.0, 110.0])[2] / 100)       # Student's t with two degrees of freedom
+    assert half == pytest.approx(4.303 * median_se([math.log(0.9), 0.0, math.log(1.1)]), rel=1e-3)
     with pytest.raises(ValueError):
         interval([100.0])
 

@@ -1,6 +1,7 @@
 import random
 import time
-from math import log, log1p
+from math import expm1, log, log1p, sqrt
+from statistics import NormalDist
 
 import pytest
 
@@ -16,6 +17,7 @@ from saturate.measure.race import (
     noise_floor,
     verdict,
 )
+from saturate.measure.stats import median_se
 
 LIMITS = Limits()
 
@@ -58,6 +60,15 @@ def test_interval_holds_the_truth_where_a_pair_was_cut_short(rounds, scatter):
         held += found.low <= 0.0 <= found.high
         called += verdict(found) in ("faster", "slower")
     assert held / 1000 >= 0.935 and called / 1000 <= 0.05
+
+
+def test_the_interval_is_that_of_the_formula():
+    """By hand: two pairs 0.1 apart, whose rounds do not scatter. Each weighs 1 / 0.05^2, so their spread is 2, beside six pairs of a prior."""
+    found, half = estimate([[0.1] * 6, [0.2] * 6], 0.05), 2.3646 * sqrt((6 + 2) / 7 / 800)      # Student's t with 7 degrees of freedom
+    assert found.log_ratio == pytest.approx(0.15)
+    assert (found.high - 0.15, 0.15 - found.low) == pytest.approx((half, half), rel=1e-4)
+    learned = 0.012**2 * 6 / 8          # two pairs that do not differ
+    assert noise_floor([[0.0] * 6] * 2) == pytest.approx(expm1(2.3646 * sqrt(6 / 7 * learned / 2)), rel=1e-4)
 
 
 def test_more_rounds_of_one_pair_do_not_hide_the_bias_of_the_pair():
@@ -140,6 +151,13 @@ def test_race_starts_with_a_pair_and_asks_for_rounds():
     assert next_action([[0.7] * 6]).verdict == "faster"
 
 
+@pytest.mark.parametrize(("noise", "action"), [(0.4, "new_pair"), (0.6, "more_rounds")])
+def test_more_rounds_are_made_until_their_noise_is_half_of_what_pairs_differ_by(noise, action):
+    rounds = [-2.0, -1.0, -0.5, 0.5, 1.0, 2.0]
+    scale = noise * PRIOR_BETWEEN_SD / median_se(rounds)
+    assert next_action([[log1p(0.02) + scale * one for one in rounds]]).action == action
+
+
 def test_a_large_gain_needs_one_short_pair_and_a_small_one_at_least_three():
     rng = random.Random(7)
     decision, pairs = race(rng, log(1.8))
@@ -184,10 +202,18 @@ def test_aa_races_are_not_called_and_real_differences_are():
     assert found >= 180
 
 
-def test_look_confidence_grows_with_the_number_of_looks():
-    levels = [1 - look_confidence(n) for n in range(1, 15)]
-    assert levels[0] == pytest.approx(0.05)
-    assert all(a > b for a, b in zip(levels, levels[1:]))
+def test_look_confidence_keeps_the_level_of_all_looks_together():
+    """Simulated: means of more and more values that have no mean, each looked at with the same interval."""
+    rng, races, most = random.Random(13), 8000, 10
+    limits, wrong = [NormalDist().inv_cdf((1 + look_confidence(n)) / 2) for n in range(1, most + 1)], [0] * most
+    for _ in range(races):
+        total, furthest = 0.0, 0.0
+        for n in range(1, most + 1):
+            total += rng.gauss(0, 1)
+            furthest = max(furthest, abs(total) / sqrt(n))
+            wrong[n - 1] += furthest > limits[n - 1]
+    assert all(0.042 * races < count < 0.058 * races for count in wrong), wrong
+    assert [1 - look_confidence(n) for n in (11, 15)] == pytest.approx([0.05 / 11, 0.05 / 15]), "Bonferroni's, beyond the table"
 
 
 def test_estimate_is_cheap():

@@ -34,6 +34,8 @@ def test_error_of_the_median_is_the_one_a_bootstrap_would_find(count, exactness)
 def test_error_of_the_median_ignores_a_wild_round():
     values = [0.01, -0.01, 0.02, -0.02, 0.0, 0.01, -0.01, 0.015, -0.015]
     assert median_se([*values, 5.0]) < 0.02
+    four = [0.01, -0.01, 0.02, 5.0]         # 0.015 in the middle; five times what the others scatter by is 0.11
+    assert median_se(four) == median_se([*four[:3], 0.015 + 5 * mad_sd(four)]) < 0.05
     with pytest.raises(ValueError):
         median_se([0.1])
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from saturate.measure.memory_growth import RISES, Growth, growth, lasting
+from saturate.measure.memory_growth import RISES, Growth, at, growth, lasting
 
 
 def leak(steps, start=300.0, rate=2.0):
@@ -35,6 +35,11 @@ def test_highest_peaks_of_noise_are_seldom_called_growth():
             trail.append((step, highest))
         called += growth(64, trail, RISES, 0.012) is not None
     assert called <= 2
+
+
+def test_what_is_above_idle_is_in_proportion_to_the_batch():
+    known = [Growth(64, 2.0, 300.0), Growth(500, 6.0, 350.0)]
+    assert at(known, 100.0, 32) == Growth(32, 1.0, 200.0) and at(known, 100.0, 1000) == Growth(1000, 12.0, 600.0)
 
 
 def test_the_size_that_lasts_is_in_proportion():

@@ -9,7 +9,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from saturate.measure import memory_model
-from saturate.measure.memory_model import Line, Point, first_proposal, line, margin_bytes, next_probe, propose
+from saturate.measure.memory_model import (
+    Line,
+    Point,
+    first_proposal,
+    heap_share,
+    line,
+    margin_bytes,
+    next_probe,
+    propose,
+)
 
 MIB = 2**20
 
@@ -120,6 +129,16 @@ def test_what_cannot_change_the_answer_is_not_proposed():
     assert propose(measured, [], 2000.0, 50) is None, "the dataset has no more"
     assert propose(points((1000, 1000.0), (500, 500.0)), [], 1005.0, 10**6) is None, "half a percent more is not worth a process"
     assert propose([], [16], 600.0, 10**6) is None
+
+
+def test_a_later_proposal_allows_for_samples_that_need_more_than_the_line_says():
+    assert propose(points((10, 200.0), (50, 600.0)), [], 2000.0, 10**6) == 50 + int(1400 / 10.5), "without care 190"
+
+
+def test_the_part_of_a_batch_that_lies_in_heaps_is_what_they_grew_by():
+    small, large = points((8, 180.0), (16, 260.0))
+    assert heap_share([(small, 50.0), (large, 90.0)]) == 0.5 and heap_share([(small, 50.0), (large, 40.0)]) == 0.0
+    assert heap_share([(small, 45.0)]) == 0.25 and heap_share([]) == 1.0
 
 
 def test_a_size_above_the_goal_counts_as_a_failure_with_a_known_peak():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from saturate.errors import WorkloadFailed
 from saturate.report import words
 from saturate.study import confirming, starts, summary, tune
 from saturate.study.ending import Interrupted
@@ -102,15 +103,72 @@ def test_a_number_that_rests_on_few_pairs_says_so(pairs, low, note, monkeypatch)
     assert study.notes == [note] * bool(note)
 
 
+@pytest.mark.parametrize("verdict", ["no_difference", "slower"])
 @pytest.mark.parametrize(("names", "gain", "interval"), [(("one",), 0.004, (-0.003, 0.011)), (("one", "two"), None, None)])
-def test_a_gain_that_the_final_race_did_not_confirm_is_no_gain(names, gain, interval, monkeypatch):
+def test_a_gain_that_the_final_race_did_not_confirm_is_no_gain(names, gain, interval, verdict, monkeypatch):
     """Its fate was "no_difference", with the +12 % [+8 %, +16 %] of an earlier race, which was called the closest."""
-    final = SimpleNamespace(decision=SimpleNamespace(verdict="no_difference"), gain=0.004, gain_ci=(-0.003, 0.011))
+    final = SimpleNamespace(decision=SimpleNamespace(verdict=verdict), gain=0.004, gain_ci=(-0.003, 0.011))
     monkeypatch.setattr(confirming, "final_race", lambda *arguments: final)
     kept = tuple(SimpleNamespace(id=name, label=str) for name in names)
     search = Search({}, None, None, None, 0.0, print, kept=kept, fates={one.id: Fate("kept", "", one, 0.12, (0.08, 0.16)) for one in kept})
     confirming.confirm(SimpleNamespace(search=search, starved="", say=lambda line: None), SimpleNamespace(), math.inf)
-    assert search.kept == () and all((f.fate, f.gain, f.gain_ci) == ("no_difference", gain, interval) for f in search.fates.values())
+    assert search.kept == () and all((f.fate, f.gain, f.gain_ci) == (verdict, gain, interval) for f in search.fates.values())
+
+
+def last_race(monkeypatch, race, kept=("needed", "fast"), base=(), starved="", stairs=(), end=math.inf):
+    """`confirm`, where the last race is `race`; the study, and what it raced against."""
+    asked = []
+    monkeypatch.setattr(confirming, "final_race", lambda racer, before, *rest: (asked.append([one.id for one in before]), race())[1])
+    monkeypatch.setattr(tune.baseline, "observe_tuned", lambda *arguments: {})
+    of = {name: SimpleNamespace(id=name, label=lambda name=name: name, module=None, options_dict=dict) for name in (*kept, *base)}
+    search = Search({}, None, None, None, 0.0, print, kept=tuple(of[name] for name in kept), base=tuple(of[name] for name in base),
+                    stairs=[(tuple(of[name] for name in added), result) for added, result in stairs],
+                    fates={name: Fate("kept", "", one, 0.1, (0.05, 0.2)) for name, one in of.items()})
+    study = SimpleNamespace(search=search, starved=starved, notes=[], deviated="", refusal=None, say=lambda line: None,
+                            store=SimpleNamespace(answer=lambda question: None))
+    confirming.confirm(study, SimpleNamespace(bench=None), end)
+    return study, asked
+
+
+def ending(side, kind):
+    def race():
+        ended = TrialEnded(Outcome(kind, "for a test"))
+        ended.side = side
+        raise ended
+
+    return race
+
+
+@pytest.mark.parametrize(("starved", "before"), [("", []), ("out of memory", ["needed"])])
+def test_the_last_race_is_against_the_baseline_where_that_runs(starved, before, monkeypatch):
+    """With a memory limit, what it takes to keep that may cost more than all else gives."""
+    study, asked = last_race(monkeypatch, raced, base=("needed",), starved=starved)
+    assert asked == [before] and [one.id for one in study.search.kept] == ["needed", "fast"]
+
+
+@pytest.mark.parametrize("verdict", ["no_difference", "slower"])
+def test_what_keeps_a_memory_limit_need_not_be_faster(verdict, monkeypatch):
+    final = raced()
+    final.decision = SimpleNamespace(verdict=verdict, estimate=None)
+    study, _ = last_race(monkeypatch, lambda: final, kept=("needed",), base=("needed",))
+    assert [one.id for one in study.search.kept] == ["needed"] and study.search.fates["needed"].fate == "kept"
+
+
+def test_a_baseline_that_fails_in_the_last_race_is_told_as_that(monkeypatch):
+    with pytest.raises(WorkloadFailed, match="failed when it was run again"):
+        last_race(monkeypatch, ending("a", "crashed"))
+
+
+def test_a_set_that_passes_the_limit_in_its_last_race_takes_nothing_else_with_it(monkeypatch):
+    study, _ = last_race(monkeypatch, ending("b", "over_limit"), base=("needed",), starved="out of memory")
+    assert study.refusal is None and [one.id for one in study.search.kept] == ["needed"] and study.search.fates["fast"].fate == "failed"
+
+
+def test_behind_the_end_of_the_budget_no_last_race_is_begun(monkeypatch):
+    found = raced(pairs=1)
+    found.record = SimpleNamespace(a=[], b=["fast"])
+    study, asked = last_race(monkeypatch, raced, kept=("fast",), stairs=[(("fast",), found)], end=-math.inf)
+    assert study.final is found and asked == [] and "the budget had ended" in study.notes[0]
 
 
 @pytest.mark.parametrize(("a_ms", "low", "note", "gain"), [

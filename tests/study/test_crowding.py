@@ -106,6 +106,7 @@ def test_who_does_not_fit_alone_either_failed_by_itself(share: bool) -> None:
     assert racer.mode == "concurrent" and why == [] and not device.held and "race A alone" not in device.started
     device.b = 5
     assert race(racer, share).record.pairs == 1 and device.together == 2 and racer.mode == "concurrent"
+    assert len(device.held) == share, "but for the one that is shared, both have ended"
 
 
 @pytest.mark.parametrize(("asked", "full"), [("concurrent", FULL), ("auto", Outcome("crashed", "ValueError: heads"))])

@@ -159,6 +159,13 @@ def test_the_fastest_that_fits_alone_is_taken_and_made_faster() -> None:
     assert found.fates["checkpointing"].fate == "slower"
 
 
+def test_what_is_needed_to_fit_is_not_asked_about_once_more() -> None:
+    found = search(World(EFFECTS, limit=6.0), EIGHT)
+    assert Fitting(found).find() is None
+    found.run()
+    assert ids(found.kept) == ["eight"] and found.fates["eight"].fate == "kept"
+
+
 def test_what_none_does_alone_several_do_together() -> None:
     world = World(EFFECTS, limit=3.5)
     found = search(world, CHECKPOINTING, EIGHT, OFFLOAD, FAST)

@@ -670,6 +670,13 @@ def test_blocks_are_short_while_the_loader_makes_what_is_taken_from_it(drains, b
     assert result.a_ms == pytest.approx(2.0 if blocks == (8, 16) else 1.0, rel=0.05)     # what was forgotten does not count
 
 
+def test_where_processes_run_one_after_the_other_the_first_one_changes():
+    """What the machine becomes slower by meanwhile is no difference between the two."""
+    bench = Bench(scatter=0.001)
+    in_whole_blocks(bench, "alternate").run("x", (), CANDIDATE, Limits(max_pairs=2, min_rounds=4, max_rounds=4), time.monotonic() + 60.0, min_pairs=2)
+    assert bench.started == ["race A alone", "race B alone", "race B alone", "race A alone"]
+
+
 def test_a_script_that_ends_behind_forgotten_rounds_is_too_short():
     """Its short blocks were no measurement, and there are no others."""
     class Behind(Process):
@@ -728,6 +735,8 @@ def test_pairs_are_judged_by_state_where_one_side_ends_a_difference_and_by_even_
     wide = racer.run("x", (), (), ONE_PAIR, time.monotonic() + 60.0).gain_ci
     narrow = racer.run("y", CANDIDATE, CANDIDATE, ONE_PAIR, time.monotonic() + 60.0).gain_ci
     assert wide[1] - wide[0] > 3 * (narrow[1] - narrow[0])
+    mixed = racer.run("w", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60.0).gain_ci
+    assert mixed[1] - mixed[0] > 3 * (narrow[1] - narrow[0]), "processes of one side differ as ever"
     racer.bench.store.rounds = lambda question: [[(1.25, 1.0, 0.22)] * 6, [(1.0, 1.0, 0.0)] * 6, [(1.25, 1.0, 0.22)] * 6]
     for number, one in enumerate((uneven, even, uneven)):
         racer.bench.store.set_answer(f"z | [] | {racing.key(CANDIDATE)} | end of pair {number}", True)

@@ -219,7 +219,7 @@ def test_what_cannot_be_told_of_one_is_asked_of_the_others() -> None:
         Verified(None, "it amplifies one rounding") if any(c.id == "fast" for c in techniques) else plain(techniques))
     walk = search(world, FAST, technique("also"))
     walk.run()
-    assert [c.id for c in walk.kept] == ["also"]
+    assert [c.id for c in walk.kept] == ["also"] and not any(question.startswith("look again") for question in world.asked)
     assert (walk.fates["fast"].fate, walk.fates["fast"].reason) == ("inconclusive", "cannot verify: it amplifies one rounding")
 
 
@@ -261,11 +261,12 @@ def test_allow_is_only_named_where_it_would_change_something() -> None:
 
 
 def test_what_is_certain_joins_at_once_and_the_rest_is_screened_on_top_of_it() -> None:
-    world = World({"fast": (0.6, 0.0), "slow": (0.9, 0.0)}, None)
+    world = Noisy({"fast": (0.6, 0.0), "slow": (0.9, 0.0)}, None)
     walk = search(world, FAST, SLOW)
     walk.run()
     assert [c.id for c in walk.kept] == ["fast", "slow"]
     assert world.started.index("fast + slow") < world.started.index("slow"), "only the ablation runs it alone"
+    assert world.asked == ["screen fast", "screen slow with fast", "without fast"], "what was just raced is not raced again"
 
 
 def test_a_certain_one_that_does_not_verify_is_not_stood_on() -> None:
@@ -320,6 +321,21 @@ def test_a_combination_that_one_pair_leaves_no_doubt_about_is_not_raced_again() 
     assert [question for question in world.asked if question.startswith("add ")] == ["add small to warm"]
 
 
+def test_what_gives_nothing_beside_the_kept_set_either_has_one_pair_only() -> None:
+    world = Noisy({"slow": (1.0, 0.0), "fast": (0.6, 0.0)}, None)
+    walk = search(world, SLOW, FAST)
+    walk.run()
+    assert [c.id for c in walk.kept] == ["fast"] and world.asked.count("add slow to fast") == 1
+
+
+def test_behind_the_deadline_there_is_time_as_long_as_only_what_is_needed_to_fit_is_kept() -> None:
+    walk = search(World({}, None), FAST, SLOW)
+    fast, slow = (variants[0] for variants in walk.eligible())
+    walk.deadline, walk.end, walk.base = 10.0, 50.0, (slow,)
+    for walk.kept, until in (((), 10.0), ((slow,), 45.0), ((slow, fast), 10.0)):
+        assert walk.until(5.0) == until
+
+
 def promise(bound: float | None) -> Finding:
     return Finding(id="x", title="", reason="", evidence=[], bound=bound, confidence="high", techniques=["small"])
 
@@ -347,6 +363,26 @@ def test_a_pair_joins_for_a_large_gain_that_was_promised_and_verifies(case: dict
     walk, world = pairing(**case)
     assert walk.kept == ()
     assert ("screen small and warm with baseline" in world.asked) == (case.get("promised", 1.8) == 1.8)
+
+
+@pytest.mark.parametrize(("warm", "factor"), [(1.08, 0.85), (0.93, 0.97)])
+def test_a_pair_joins_where_both_give_much_together_and_the_promised_one_most_of_it(warm: float, factor: float) -> None:
+    """One takes back what the other costs; the other gives it alone."""
+    walk = search(Together({"small": (1.0, 0.0), "warm": (warm, 0.0)}, None, factor=factor), SMALL, WARM)
+    walk.findings = (promise(1.8),)
+    walk._screen(walk.eligible())
+    assert not combining.try_pair(walk, walk.fates["small"].candidate, walk.fates["warm"].candidate)
+    assert "small" not in {c.id for c in walk.kept}
+
+
+def test_no_pair_is_begun_behind_the_deadline() -> None:
+    world = Together({"small": (1.0, 0.0), "warm": (0.99, 0.0)}, None, factor=0.75)
+    walk = search(world, SMALL, WARM)
+    walk.findings = (promise(1.8),)
+    walk._screen(walk.eligible())
+    walk.deadline = 0.0
+    combining.pair_up(walk)
+    assert not any(" and " in question for question in world.asked)
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -421,6 +457,14 @@ def test_where_there_is_time_for_one_race_more_all_that_is_left_is_raced_at_once
     assert {"one", "two"} <= {c.id for c in walk.kept}
     assert [c.id for c in walk.stairs[0][0]] == ["one", "two"]
     assert "in the final set" in walk.fates["one"].reason, "with time left, each of them has to earn its place"
+
+
+def test_what_was_judged_by_itself_is_not_asked_about_in_a_group() -> None:
+    world = World({"one": (0.97, 0.0), "two": (0.96, 0.0), "three": (0.95, 0.0)}, None)
+    walk = search(world, *map(likely, world.effects))
+    walk.verified.add("one")
+    combining.race_rest(walk, [variants[0] for variants in walk.eligible()])
+    assert world.started[1] == "three + two"
 
 
 def test_what_several_gave_together_is_no_gain_of_one() -> None:
@@ -609,6 +653,12 @@ def test_what_leans_to_faster_joins_what_is_certain_where_the_time_ends(numerics
         assert [[c.id for c in added] for added, _ in walk.stairs] == [["sure", "leans"]]
 
 
+def test_what_leaned_to_faster_without_what_is_kept_now_does_not_join_at_once() -> None:
+    world = Noisy({"leans": (0.94, 0.0), "large": (0.6, 0.0), "sure": (0.93, 0.0)}, None, misread={"leans": 0.06}, low=0.01)
+    walk = screened_late(world, likely("leans"), technique("large"), technique("sure"), turns=2.5)
+    assert walk.kept[0].id == "large" and not any("sure + leans" in question for question in world.asked)
+
+
 @pytest.mark.parametrize("turns", [2.5, 3.5])
 def test_before_the_last_turn_there_must_be_time_to_verify_what_is_certain(turns: float) -> None:
     """A compilation took the time in which the first gain would have been verified."""
@@ -695,6 +745,46 @@ def test_a_fallback_has_its_turn_at_once_and_only_where_the_first_variant_fails(
     screened = [question for question in world.asked if question.startswith("screen")]
     assert [question.startswith("screen one") for question in screened] == ([True, True, False] if crashes else [True, False])
     assert [c.label() for c in walk.kept] == ["one level=2" if crashes else "one"] and walk.fates["one"].fate == "kept"
+
+
+def test_what_is_not_surely_large_waits_for_the_others() -> None:
+    world = Ending({"one": (0.87, 0.0), "other": (1.0, 0.0)}, None, reads={"screen one": (0.15, 0.03, 0.28, "faster")})
+    walk = walked(world, technique("one"), technique("other"))
+    assert [result.record.question for result in walk.results][:2] == ["screen one", "screen other"]
+    assert [c.id for c in walk.kept] == ["one"]
+
+
+def test_what_was_screened_is_kept_when_it_has_verified_and_not_before() -> None:
+    """Should the time end in between, it is not in the recipe."""
+    walk = search(World({"fast": (0.95, 0.0)}, None), FAST)
+    walk._screen(walk.eligible())
+    assert walk.screened["fast"].decision.verdict == "faster" and walk.kept == () and walk.fates["fast"].fate == "inconclusive"
+
+
+def test_what_could_give_most_is_looked_at_again_first() -> None:
+    reads = {"screen one": (0.0, -0.1, 0.1, "inconclusive"), "screen two": (0.0, -0.1, 0.3, "inconclusive")}
+    walk = walked(Ending({"one": (1.0, 0.0), "two": (1.0, 0.0)}, None, reads=reads), technique("one"), technique("two"))
+    assert [result.record.question for result in walk.results][2:] == ["look again at two with baseline", "look again at one with baseline"]
+
+
+def test_nothing_stands_frozen_beside_what_is_added_and_verified() -> None:
+    """The process that screening races share takes memory."""
+    world = Noisy({"fast": (0.9, 0.0), "slow": (1.1, 0.0)}, None, misread={"fast": 0.05})
+    world.drop_base = lambda: world.asked.append("drop")      # type: ignore[method-assign]
+    walked(world, FAST, SLOW)
+    assert world.asked[:4] == ["screen fast", "screen slow", "drop", "add fast to baseline"]
+
+
+def test_a_turn_that_time_cut_short_says_nothing_of_how_long_turns_are() -> None:
+    class Slow(Ending):
+        def run(self, question: str, *rest: Any, **more: Any) -> Result:
+            if question == "screen slow":
+                time.sleep(0.3)
+            return super().run(question, *rest, **more)
+
+    walk = search(Slow(TWO, None, endings={"screen slow": ("b", "not_in_time")}), SLOW, FAST)
+    walk._screen(walk.eligible())
+    assert 0 < walk.turn_s < 0.3
 
 
 @dataclass
@@ -808,9 +898,12 @@ def test_what_the_final_set_does_not_need_is_dropped() -> None:
     """Together they take the time of one: what `small` gave alone, `warm` gives as well."""
     world, verified = Together({"small": (0.8, 0.0), "warm": (0.75, 0.0)}, None, factor=1 / 0.8), []
     world.verify = lambda techniques: verified.append(techniques) or Verified(True, "identical", [names(techniques)])  # type: ignore
-    walk = walked(world, SMALL, WARM)
+    walk, told = search(world, SMALL, WARM), []
+    walk.on_kept = lambda walk: told.append(names(walk.kept))
+    walk.run()
     assert [c.id for c in walk.kept] == ["warm"] and verified[-1] == walk.kept, "no set is kept that was not verified as it is"
-    assert walk.curves[-1] == "warm", "the report shows how that set trains"
+    assert walk.curves == [names(one) for one in verified], "the report shows how each set trains"
+    assert told[-1] == "warm", "the recipe is written anew"
     assert walk.fates["small"].fate == "no_difference" and walk.fates["small"].reason.endswith(", in the final set")
 
 
@@ -882,9 +975,16 @@ def test_the_end_of_the_kept_set_is_no_fault_of_what_is_raced_against_it(kind: s
     assert fate.reason == f"fast, which it was compared with, ended: {kind.replace('_', ' ')}: for a test"
 
 
-def test_the_end_of_the_baseline_ends_the_search() -> None:
+@pytest.mark.parametrize("kind", ["crashed", "out_of_memory_device"])
+def test_the_end_of_the_baseline_ends_the_search(kind: str) -> None:
     with pytest.raises(TrialEnded):
-        walked(Ending(TWO, None, endings={"screen fast": ("a", "crashed")}), FAST, SLOW)
+        walked(Ending(TWO, None, endings={"screen fast": ("a", kind)}), FAST, SLOW)
+
+
+@pytest.mark.parametrize("kind", ["too_short", "not_in_time"])
+def test_a_baseline_that_only_had_no_time_ends_nothing(kind: str) -> None:
+    walk = walked(Ending(TWO, None, endings={"screen fast": ("a", kind)}), FAST, SLOW)
+    assert "slow" in {c.id for c in walk.kept} and walk.fates["fast"].fate == ("inconclusive" if kind == "too_short" else "kept"), "it has a second turn"
 
 
 @pytest.mark.parametrize("ended", ["screen small and warm with baseline", "add small to warm"])
@@ -919,3 +1019,4 @@ def test_a_run_of_the_baseline_that_fails_in_verification_is_no_fault_of_the_can
     world.verify, world.reference, world.may_be_crowded = fails, (), lambda ended: False
     walk = walked(world, FAST)
     assert walk.kept == () and (walk.fates["fast"].fate, walk.fates["fast"].reason) == (fate, reason)
+    assert [result.record.question for result in walk.results] == ["screen fast"], "it had its verification"

@@ -10,7 +10,8 @@ from array import array
 import pytest
 from captures import write
 
-from saturate.study.candidates import Candidate
+from saturate.study.bench import timed_losses
+from saturate.study.candidates import Candidate, ordered
 from saturate.study.verification import Run, Verifier
 from saturate.techniques import bf16_autocast, fused_optimizer, gc_freeze
 from saturate.verify.series import CAPTURE, Series
@@ -96,6 +97,62 @@ def test_a_training_that_comes_apart_at_once_verifies_by_what_its_twins_share_or
     for keeps in (True, False):
         found = Apart(False, apart(1, keeps)).verify(chosen)
         assert found.passed is None and "this training amplifies one rounding until, by update 5, " in found.reason
+
+
+FUSED, BF16 = ((Candidate(module, module.Options()),) for module in (fused_optimizer, bf16_autocast))
+
+
+class Told(Verifier):
+    """Each run is what `tell` says of it; `answers` are those of the study."""
+
+    def __init__(self, tell, **answers):
+        store = types.SimpleNamespace(answer=answers.get, set_answer=lambda question, answer: None)
+        super().__init__(types.SimpleNamespace(store=store))
+        self.series = tell
+
+
+def test_in_a_set_each_keeps_its_own_promise():
+    """Beside a fused optimizer, which may round otherwise, an exact technique changed a bit."""
+    found = Told(lambda run: series([1.0], 1e-9 if run.techniques else 0.0)).verify(ordered((*EXACT, *FUSED)))
+    assert found.passed is False and found.reason.startswith("gc-freeze alone: declared exact")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_accelerator_that_repeats_its_bits_by_chance_rejects_no_exact_technique(device):
+    """Two runs of the baseline agreed, and a third one did not."""
+    runs = [dataclasses.replace(series([1.0], change), device=device) for change in (0.0, 0.0, 1e-9, 0.0, 2e-9)]
+    found = Given(*runs).verify(EXACT)
+    assert found.passed is (device == "cuda"), found.reason
+
+
+def test_what_nearly_passed_is_held_against_more_twins():
+    """When a training begins to amplify rounding is chance, and one twin may have been late."""
+    def tell(run):
+        off = 5e-4 if run.techniques else 2e-4 if run.perturb and run.repetition else 0.0
+        return dataclasses.replace(series([1.0]), grad_norms=[1.0 + off] * 52)
+
+    assert Told(tell).verify(FUSED).passed is True
+    alone = Told(lambda run: tell(run if run.techniques else Run()))
+    assert alone.verify(FUSED).passed is False, "without them it is outside"
+
+
+@pytest.mark.parametrize(("louder", "passed"), [(1.0, True), (3.0, False)])
+def test_what_draws_other_numbers_lies_where_the_baselines_seeds_lie(louder, passed):
+    """With randomness aligned it is the same training, and with its own another one."""
+    def tell(run):
+        off = 1.0 + 0.01 * run.seed_offset if not run.techniques else 1.02 * louder if not run.aligned else 1.0
+        return dataclasses.replace(series([1.0]), losses=[[off * (1.0 + 1 / (k + 1))] for k in range(52)])
+
+    found = Told(tell).verify(BF16)
+    assert found.passed is passed and ("from the mean of 5 seeds" in found.reason) is not passed
+
+
+def test_what_trains_otherwise_when_it_is_timed_does_not_verify():
+    plain = series([1.0])
+    for late, passed in ((0.0, True), (0.1, False)):
+        timed = [[loss + late * (k > 10) for loss in losses] for k, losses in enumerate(plain.losses)]
+        found = Told(lambda run: plain, **{timed_losses(()): plain.losses, timed_losses(EXACT): timed}).verify(EXACT)
+        assert found.passed is passed and ("otherwise when it is timed" in found.reason) is not passed
 
 
 def test_a_recorded_run_that_was_removed_is_recorded_again(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -57,6 +58,44 @@ def test_ranks_that_have_not_greeted_are_missing_and_none_at_the_gate_is_a_silen
         assert (late.value.standing, late.value.missing) == ([0], [1, 2, 3])
     finally:
         rank.socket.close()
+        server.close()
+
+
+@pytest.mark.parametrize("line", [
+    b'{"at": "hello", "token": "another", "rank": 0, "world_size": 1}\n{"at": "gate"}\n', b'{"at": "gate"}\n', b"no message\n", b"[" * (17 << 20)])
+def test_who_is_not_of_the_trial_is_not_listened_to(line: bytes) -> None:
+    """The address is one that any program on the machine can connect to."""
+    name = f"saturate-test-stranger-{os.getpid()}"
+    server = gate.GateServer(name, "token")
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            stranger.sendall(line)
+
+    try:
+        stranger.connect("\0" + name)
+        threading.Thread(target=send, daemon=True).start()
+        with pytest.raises(gate.GateClosed):
+            server.wait_gates(20.0, lambda: True)
+        assert not server.greetings()
+    finally:
+        server.close()
+        stranger.close()
+
+
+def test_all_ranks_are_missed_as_soon_as_one_has_said_how_many_there_are() -> None:
+    name = f"saturate-test-early-{os.getpid()}"
+    server = gate.GateServer(name, "token")
+    early, late = Rank(name, 0, 1), Rank(name, 1, 3)        # the first greeted before its process group was there
+    try:
+        late.say(at="gate")
+        with pytest.raises(gate.RanksApart) as waiting:
+            server.wait_gates(0.5, lambda: True)
+        assert (waiting.value.standing, waiting.value.missing) == ([1], [0, 2])
+    finally:
+        for rank in (early, late):
+            rank.socket.close()
         server.close()
 
 

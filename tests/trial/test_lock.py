@@ -20,7 +20,9 @@ def test_the_second_one_is_told_who_the_first_is_and_what_to_do(tmp_path: Path) 
     with FolderLock(tmp_path / "new", "--workdir DIR"), pytest.raises(StudyLocked) as caught:
         FolderLock(tmp_path / "new", "--workdir DIR")
     assert str(os.getpid()) in caught.value.evidence and caught.value.cause and "--workdir DIR" in caught.value.remedy
-    FolderLock(tmp_path / "new").release()
+    (tmp_path / "new" / "lock").write_text("12345678901")
+    with FolderLock(tmp_path / "new"):
+        assert (tmp_path / "new" / "lock").read_text() == str(os.getpid()), "and nothing of the one before"
 
 
 def test_a_fork_and_a_child_do_not_keep_what_was_killed_from_letting_go(tmp_path: Path) -> None:
