@@ -1404,7 +1404,13 @@ def by_unpacking(attributes, made):
     made.__dict__ = {**attributes}
 
 
-@pytest.mark.parametrize("copied", [by_copy, by_update, by_dict, by_unpacking])
+def by_items(attributes, made):
+    """As `higher` makes a functional module, and some averages of weights take what else a model holds."""
+    for name, value in attributes.items():
+        vars(made)[name] = value
+
+
+@pytest.mark.parametrize("copied", [by_copy, by_update, by_dict, by_unpacking, by_items])
 def test_what_is_made_from_a_module_s_attributes_runs_its_own_weights(copied):
     """As learn2learn clones a module. Seen: the clone ran, copied and saved the weights that it was made from."""
     model, x = torch.nn.Linear(4, 4).train(), torch.ones(2, 4)

@@ -266,7 +266,7 @@ def _unbind(module: Any) -> None:
 def _as_it_was(attributes: dict[str, Any]) -> dict[str, Any]:
     """What an instance holds, without what `_bind_forward` left there."""
     own = getattr(attributes.get("forward"), "instances_own", None)
-    kept = {name: value for name, value in attributes.items() if name not in _BOUND or not hasattr(value, "instances_own")}
+    kept = {name: value for name, value in dict.items(attributes) if name not in _BOUND or not hasattr(value, "instances_own")}
     return kept if own is None else kept | {"forward": own}
 
 
@@ -301,8 +301,9 @@ def exporting(export: Any) -> Any:
 
 
 class _Attributes(dict[str, Any]):
-    """The `__dict__` of a module whose forward is wrapped. Who makes a module from another's attributes, as `torch.nn.DataParallel`
-    and learn2learn do, gets those that it had before: what is bound to one module would run, copy and save that one."""
+    """The `__dict__` of a module whose forward is wrapped. Who makes a module from another's attributes, as `torch.nn.DataParallel`,
+    learn2learn, higher and averages of weights do, gets those that it had before: what is bound to one module would run, copy and
+    save that one."""
 
     def copy(self) -> dict[str, Any]:
         return _as_it_was(self)
@@ -316,6 +317,12 @@ class _Attributes(dict[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.copy())
 
+
+    def items(self) -> Any:             # loops that set each of them on another module
+        return self.copy().items()
+
+    def values(self) -> Any:
+        return self.copy().values()
 
 #: What `_bind_forward` leaves on an instance.
 _BOUND = ("forward", "__getstate__", "__reduce_ex__", "__deepcopy__")
