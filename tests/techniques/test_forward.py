@@ -147,6 +147,20 @@ def test_layers_alone_compute_in_bfloat16_where_the_forward_does_not_run_under_a
     assert torch.equal(model.train()(x), expected)
 
 
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_a_forward_without_gradients_comes_first(without):
+    """As a script asks for an action, or for a target, before it trains. Seen: "nothing in the autograd graph was computed in bfloat16"."""
+    model = Nested().train()
+    context = context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    with without():
+        model(torch.rand(2, 8))
+    assert not bf16_autocast.active(evidence_of(context), bf16_autocast.Options()).active
+    model(torch.rand(2, 8))
+    assert bf16_autocast.active(evidence_of(context), bf16_autocast.Options()).active
+    context.undo()
+
+
 def test_layers_alone_are_refused_where_there_is_none():
     with pytest.raises(NotApplied, match="no layer that could compute in bfloat16"):
         bf16_autocast.apply(context_of(torch.nn.LSTM(4, 4).train()), bf16_autocast.Options(scope="layers"))

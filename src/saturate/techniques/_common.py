@@ -313,7 +313,8 @@ def _saved_tensors(node: Any) -> tuple[Any, ...]:
 
 
 def observe_first_call(context: Any, module: Any, look: Callable[[Any], None]) -> None:
-    """Call `look(output)` once, after the module's first wrapped forward, outside of every other wrapper.
+    """Call `look(output)` once, after the module's first wrapped forward, outside of every other wrapper. One without gradients, of which
+    scripts ask for an action or a target before they train, leaves no graph to look at, and does not count.
 
     Outermost, so that it also sees what a compiled forward returns. It steps aside while a compiler traces.
     """
@@ -323,7 +324,7 @@ def observe_first_call(context: Any, module: Any, look: Callable[[Any], None]) -
     def wrap(inner: Any) -> Any:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             output = inner(self, *args, **kwargs)
-            if not torch.compiler.is_compiling() and pending:
+            if pending and not torch.compiler.is_compiling() and torch.is_grad_enabled():
                 pending.clear()
                 look(output)
             return output
