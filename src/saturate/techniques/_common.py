@@ -204,8 +204,11 @@ def map_tensors(value: Any, change: Callable[[Any], Any], torch: Any) -> Any:
     if type(value) is dict:
         return {key: map_tensors(item, change, torch) for key, item in value.items()}
     if isinstance(value, MutableMapping):
-        for key in list(value):
-            value[key] = map_tensors(value[key], change, torch)
+        for key in list(value.keys()):      # a TensorDict iterates over its rows
+            old = value[key]
+            new = map_tensors(old, change, torch)
+            if new is not old:
+                value[key] = new
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             old = getattr(value, field.name)
