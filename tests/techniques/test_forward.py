@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import copy
 import dataclasses
 import inspect
@@ -82,6 +83,40 @@ def test_map_tensors_keeps_every_container():
     assert mapped["frozen"].text == "kept" and mapped["size"] == one.shape and mapped["pair"].right == "x"
 
 
+class Rows(collections.abc.MutableMapping):
+    """Stands for a TensorDict: a mapping that iterates over its rows, and may be locked."""
+
+    def __init__(self, locked, **tensors):
+        self.tensors, self.locked = tensors, locked
+
+    def __iter__(self):
+        return iter(range(len(next(iter(self.tensors.values())))))
+
+    def keys(self):
+        return self.tensors.keys()
+
+    def __len__(self):
+        return len(self.tensors)
+
+    def __getitem__(self, key):
+        return self.tensors[key]
+
+    def __setitem__(self, key, value):
+        if self.locked:
+            raise RuntimeError("Cannot modify locked TensorDict")
+        self.tensors[key] = value
+
+    __delitem__ = None
+
+
+def test_a_mapping_is_changed_by_its_keys_and_only_where_something_changes():
+    given = Rows(True, whole=torch.ones(2), half=torch.ones(2))
+    assert _common.map_tensors(given, lambda tensor: tensor, torch) is given and len(_common.tensors(given, torch)) == 2
+    given = Rows(False, whole=torch.ones(2), half=torch.ones(2, dtype=torch.bfloat16))
+    _common.map_tensors(given, torch.Tensor.float, torch)
+    assert given["half"].dtype == given["whole"].dtype == torch.float32
+
+
 # -- autocast --------------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +145,20 @@ def test_autocast_computes_low_and_returns_float32(technique, dtype):
     assert proof.active and "Addmm" in proof.evidence
     model.eval()(torch.rand(2, 8))
     assert model.seen == torch.float32
+    context.undo()
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_a_forward_without_gradients_comes_first(without):
+    """As a script asks for an action, or for a target, before it trains. Seen: "nothing in the autograd graph was computed in bfloat16"."""
+    model = Nested().train()
+    context = context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    with without():
+        model(torch.rand(2, 8))
+    assert not bf16_autocast.active(evidence_of(context), bf16_autocast.Options()).active
+    model(torch.rand(2, 8))
+    assert bf16_autocast.active(evidence_of(context), bf16_autocast.Options()).active
     context.undo()
 
 
@@ -1405,7 +1454,13 @@ def by_unpacking(attributes, made):
     made.__dict__ = {**attributes}
 
 
-@pytest.mark.parametrize("copied", [by_copy, by_update, by_dict, by_unpacking])
+def by_items(attributes, made):
+    """As `higher` makes a functional module, and some averages of weights take what else a model holds."""
+    for name, value in attributes.items():
+        vars(made)[name] = value
+
+
+@pytest.mark.parametrize("copied", [by_copy, by_update, by_dict, by_unpacking, by_items])
 def test_what_is_made_from_a_module_s_attributes_runs_its_own_weights(copied):
     """As learn2learn clones a module. Seen: the clone ran, copied and saved the weights that it was made from."""
     model, x = torch.nn.Linear(4, 4).train(), torch.ones(2, 4)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
+import sys
 
 import pytest
 
@@ -171,4 +173,71 @@ def test_a_forward_in_inference_mode_gets_what_it_was_given():
     assert seen[0] is images
     model(images)
     assert seen[1].is_contiguous(memory_format=torch.channels_last)
+    context.undo()
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_a_validation_gets_of_a_model_can_be_viewed(training, without_gradients):
+    """Weights stay channels-last there, and what a convolution makes with them does too. Seen: a segmentation whose score is computed of
+    `output.view(n, -1)` ended in its first validation, which no trial comes to."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 5, 3))
+    context = applied(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    average = copy.deepcopy(model)
+    for one in (model.train(training), average.train(training)):
+        with without_gradients():
+            assert one(torch.rand(2, 3, 8, 8)).view(2, -1).shape == (2, 80)
+    context.undo()
+    assert type(vars(model)) is dict
+
+
+def test_what_a_script_traces_in_evaluation_is_what_it_wrote():
+    model, x = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 5, 3)), torch.rand(2, 3, 8, 8)
+    plain = torch.jit.trace(model.eval(), x).inlined_graph
+    context = applied(model.train(), torch.optim.SGD(model.parameters(), lr=0.1))
+    traced = torch.jit.trace(model.eval(), x)
+    assert [node.kind() for node in traced.inlined_graph.nodes()] == [node.kind() for node in plain.nodes()]
+    context.undo()
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_safetensors_saves_what_lies_channels_last(imported, tmp_path, monkeypatch):
+    """Seen: "You are trying to save a non contiguous tensor", when the training was over."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    save_file, save, load_file = safetensors.save_file, safetensors.save, safetensors.load_file
+    if imported == "after":
+        monkeypatch.delitem(sys.modules, "safetensors.torch")
+    context = Context(torch)
+    channels_last.prepare(context.of("channels-last at construction"), OPTIONS)
+    if imported == "after":
+        module = importlib.import_module("safetensors.torch")
+        save_file, save, load_file = module.save_file, module.save, module.load_file
+    model = net()
+    applied(model, torch.optim.SGD(model.parameters(), lr=0.1), context)
+    for one in (model, copy.deepcopy(model)):
+        save_file(one.state_dict(), tmp_path / "a.safetensors")
+        assert torch.equal(load_file(tmp_path / "a.safetensors")["weight"], model.weight)
+        assert save(one.state_dict()) == (tmp_path / "a.safetensors").read_bytes()
+    with pytest.raises(RuntimeError, match="share memory"):
+        save_file({"a": model.weight.detach(), "b": model.weight.detach()}, tmp_path / "b.safetensors")
+    context.undo()
+    with pytest.raises(ValueError, match="non contiguous"):
+        save_file({"a": torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)}, tmp_path / "b.safetensors")
+
+
+def test_a_training_that_goes_on_with_weights_whose_format_had_to_stay():
+    """A second phase with another optimizer, while the dictionary that the first one saved is still there. Seen: the door was gone, and
+    outputs came channels-last."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 5, 3)).train()
+    context = applied(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    saved = model.state_dict()
+    context.undo({"channels-last"})
+    assert not model[0].weight.is_contiguous()
+    applied(model, torch.optim.SGD(model.parameters(), lr=0.1), context)
+    assert model(torch.rand(2, 3, 8, 8)).view(-1).shape == (2 * 5 * 16,)
+    assert saved["0.weight"].data_ptr() == model[0].weight.data_ptr()
+    del saved
+    context.undo({"channels-last"})
+    assert model[0].weight.is_contiguous() and type(vars(model)) is dict
+    applied(model, torch.optim.SGD(model.parameters(), lr=0.1), context)
     context.undo()

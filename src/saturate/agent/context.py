@@ -32,7 +32,7 @@ class _Stack:
 
     def __init__(self, module: Any):
         self.module = weakref.ref(module)
-        self.wrappers: dict[object, tuple[int, Any]] = {}
+        self.wrappers: dict[object, tuple[int, Any, Any]] = {}      # order, wrapper, and that of evaluation or None
 
 
 class Context:
@@ -94,7 +94,7 @@ class Context:
         view.owner = owner
         return view
 
-    def wrap_forward(self, module: Any, order: int, wrap: Any, around: bool = False) -> None:
+    def wrap_forward(self, module: Any, order: int, wrap: Any, around: bool = False, in_evaluation: Any = None) -> None:
         stack = self._stacks.get(id(module))
         if stack is None or stack.module() is not module:       # a copy keeps the stack of one that is gone
             if is_ours(module):         # a deep copy of a module that was wrapped
@@ -107,8 +107,9 @@ class Context:
                 )
             self._stacks[id(module)] = stack = _Stack(module)
         place = object()
-        stack.wrappers[place] = order, wrap
-        self.changes.append(f"{self.owner}: {type(module).__name__}.forward wrapped (training mode only)")
+        stack.wrappers[place] = order, wrap, in_evaluation
+        modes = "" if in_evaluation else " (training mode only)"
+        self.changes.append(f"{self.owner}: {type(module).__name__}.forward wrapped{modes}")
         self.on_undo(functools.partial(self._unwrap, weakref.ref(stack), place))
         if any(module is root for root in self.modules):
             self._uncalled.add(id(module))
@@ -133,8 +134,8 @@ class Context:
             forward.stack = stack       # type: ignore[attr-defined]
             return forward
 
-        wrappers = [wrap for _, wrap in sorted(stack.wrappers.values(), key=lambda entry: entry[0])]
-        _bind_forward(module, [*wrappers, noted])
+        entries = sorted(stack.wrappers.values(), key=lambda entry: entry[0])
+        _bind_forward(module, [*(wrap for _, wrap, _ in entries), noted], [wrap for _, _, wrap in entries if wrap is not None])
 
     def never_called(self) -> dict[str, set[str]]:
         """Techniques that wrapped what is trained and of which no forward was called in training mode since: classes by technique."""
@@ -266,7 +267,7 @@ def _unbind(module: Any) -> None:
 def _as_it_was(attributes: dict[str, Any]) -> dict[str, Any]:
     """What an instance holds, without what `_bind_forward` left there."""
     own = getattr(attributes.get("forward"), "instances_own", None)
-    kept = {name: value for name, value in attributes.items() if name not in _BOUND or not hasattr(value, "instances_own")}
+    kept = {name: value for name, value in dict.items(attributes) if name not in _BOUND or not hasattr(value, "instances_own")}
     return kept if own is None else kept | {"forward": own}
 
 
@@ -301,8 +302,9 @@ def exporting(export: Any) -> Any:
 
 
 class _Attributes(dict[str, Any]):
-    """The `__dict__` of a module whose forward is wrapped. Who makes a module from another's attributes, as `torch.nn.DataParallel`
-    and learn2learn do, gets those that it had before: what is bound to one module would run, copy and save that one."""
+    """The `__dict__` of a module whose forward is wrapped. Who makes a module from another's attributes, as `torch.nn.DataParallel`,
+    learn2learn, higher and averages of weights do, gets those that it had before: what is bound to one module would run, copy and
+    save that one."""
 
     def copy(self) -> dict[str, Any]:
         return _as_it_was(self)
@@ -316,12 +318,18 @@ class _Attributes(dict[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.copy())
 
+    def items(self) -> Any:             # loops that set each of them on another module
+        return self.copy().items()
+
+    def values(self) -> Any:
+        return self.copy().values()
+
 
 #: What `_bind_forward` leaves on an instance.
 _BOUND = ("forward", "__getstate__", "__reduce_ex__", "__deepcopy__")
 
 
-def _bind_forward(module: Any, wrappers: list[Any]) -> None:
+def _bind_forward(module: Any, wrappers: list[Any], in_evaluation: list[Any]) -> None:
     """Bind the wrapped forward to the instance so that it follows the instance through deepcopy, and vanishes when the
     instance is pickled.
 
@@ -334,14 +342,16 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
         _unbind(module)
     own = own_forward(module)
     original = _class_forward(module) if own is None else lambda self, *args, **kwargs: own(*args, **kwargs)
-    inner = original
+    inner = outside = original
     for wrap in wrappers:
         inner = wrap(inner)
+    for wrap in in_evaluation:
+        outside = wrap(outside)
 
     # Libraries read the signature, to choose dataset columns for one. Not what `torch.compile` keeps on a function of its own.
     @functools.wraps(original if own is None else own, updated=())
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (inner if self.training else original)(self, *args, **kwargs)
+        return (inner if self.training else outside)(self, *args, **kwargs)
 
     def state(self: Any) -> Any:
         found = type(self).__getstate__(self)
@@ -357,7 +367,7 @@ def _bind_forward(module: Any, wrappers: list[Any]) -> None:
             twin = copy.deepcopy(self, memo)
         if own is not None:
             if own_forward(twin) is not None:      # a copy of TorchScript has none until it is called
-                _bind_forward(twin, wrappers)       # around its own forward: that of `self` has the weights of `self`
+                _bind_forward(twin, wrappers, in_evaluation)        # around its own forward: that of `self` has the weights of `self`
         elif type(twin) is type(self):          # one with a class of its own, as graphs have, has a forward of its own
             bind(twin)
         return twin

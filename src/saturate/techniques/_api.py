@@ -114,11 +114,12 @@ class Context(Protocol):
     steps_in_forward: bool              # stage "model": an optimizer's step ran inside the forward in the step that was watched
     gradient_norms: dict[int, Any] | None   # in verification runs: by id(parameter), of gradients that a technique frees
 
-    def wrap_forward(self, module: Any, order: int, wrap: Any, around: bool = False) -> None:
+    def wrap_forward(self, module: Any, order: int, wrap: Any, around: bool = False, in_evaluation: Any = None) -> None:
         """Put `wrap(inner) -> function(self, *args, **kwargs)` around the module's forward in training mode.
         Wrappers with a higher order are further out. The result survives deepcopy, pickle and `torch.save`. `around`: also
         where the instance has a forward of its own, from the script, a library or `torch.compile`; without, that raises
-        NotApplied, for what such a forward makes of its inputs nobody knows."""
+        NotApplied, for what such a forward makes of its inputs nobody knows. `in_evaluation`: what to put around it in evaluation,
+        for a technique that changes there what the forward returns, though it has changed parameters only."""
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         """`setattr` that is listed and undone."""

@@ -99,7 +99,7 @@ class Held:
         self._things: list[tuple[Any, Any]] = []
         self._buffers: list[tuple[dict[str, Any], list[tuple[str, Any, int, Any]]]] = []
         for part, found in attributes(module):
-            self._parts.append((part, dict(vars(part).items())))
+            self._parts.append((part, dict(dict.items(vars(part)))))       # with what wraps its forward
             values = [value for name, value in found.items() if name not in own and not isinstance(value, closed)]
             things = [value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None) for value in values]
             self._things += [(thing, copy.copy(thing)) for thing in (part._modules, *things) if isinstance(thing, _CONTAINERS)]
@@ -111,7 +111,7 @@ class Held:
         buffers = [(now, {name: buffer if copied is None or buffer._version == version else copied
                           for name, buffer, version, copied in kept}) for now, kept in self._buffers]
         things = [*((vars(part), held) for part, held in self._parts), *self._things, *buffers]
-        changed = [(thing, held, dict(thing.items()) if isinstance(thing, dict) else copy.copy(thing))
+        changed = [(thing, held, dict(dict.items(thing)) if isinstance(thing, dict) else copy.copy(thing))
                    for thing, held in things if not _same(thing, held)]
         for thing, held, _ in changed:
             _put(thing, held)
@@ -126,7 +126,7 @@ def _put(thing: Any, members: Any) -> None:
     """Give a container these members. A mapping keeps what is the same: the attributes of a module are never all gone."""
     if not isinstance(thing, dict):
         return _fill(thing, members)
-    for name, value in list(thing.items()):
+    for name, value in list(dict.items(thing)):
         if name not in members:
             del thing[name]
         elif value is not members[name]:

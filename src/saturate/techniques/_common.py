@@ -178,8 +178,11 @@ def map_tensors(value: Any, change: Callable[[Any], Any], torch: Any) -> Any:
     if type(value) is dict:
         return {key: map_tensors(item, change, torch) for key, item in value.items()}
     if isinstance(value, MutableMapping):
-        for key in list(value):
-            value[key] = map_tensors(value[key], change, torch)
+        for key in list(value.keys()):      # a TensorDict iterates over its rows
+            old = value[key]
+            new = map_tensors(old, change, torch)
+            if new is not old:
+                value[key] = new
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             old = getattr(value, field.name)
@@ -229,7 +232,8 @@ def device_of(context: Any) -> Any:
 
 
 def observe_first_call(context: Any, module: Any, look: Callable[[Any], None]) -> None:
-    """Call `look(output)` once, after the module's first wrapped forward, outside of every other wrapper.
+    """Call `look(output)` once, after the module's first wrapped forward, outside of every other wrapper. One without gradients, of which
+    scripts ask for an action or a target before they train, leaves no graph to look at, and does not count.
 
     Outermost, so that it also sees what a compiled forward returns. It steps aside while a compiler traces.
     """
@@ -239,7 +243,7 @@ def observe_first_call(context: Any, module: Any, look: Callable[[Any], None]) -
     def wrap(inner: Any) -> Any:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             output = inner(self, *args, **kwargs)
-            if not torch.compiler.is_compiling() and pending:
+            if pending and not torch.compiler.is_compiling() and torch.is_grad_enabled():
                 pending.clear()
                 look(output)
             return output

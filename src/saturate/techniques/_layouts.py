@@ -92,6 +92,22 @@ class Saving:
         return value.contiguous() if isinstance(value, self._torch.Tensor) else value
 
 
+def in_usual_format(tensors: dict[Any, Any], torch: Any) -> dict[Any, Any]:
+    """These tensors, and copies in place of those that lie channels-last; names of one stretch of memory have one copy."""
+    copies: dict[Any, Any] = {}
+
+    def usual(tensor: Any) -> Any:
+        strided = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        if not strided or tensor.dim() != 4 or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=torch.channels_last):
+            return tensor
+        place = tensor.data_ptr(), tensor.shape
+        if place not in copies:
+            copies[place] = tensor.contiguous()
+        return copies[place]
+
+    return {name: usual(tensor) for name, tensor in tensors.items()}
+
+
 def dense(tensor: Any) -> bool:
     """Whether its elements fill a stretch of memory, each once, in whichever order of dimensions."""
     if tensor.is_contiguous():

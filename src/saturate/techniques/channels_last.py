@@ -3,7 +3,7 @@
 What it does
 ------------
 Converts 4-d parameters, their gradients and optimizer state to the channels-last memory format, and 4-d inputs at the
-door of the outermost trained modules. 4-d outputs are handed back in the usual format.
+door of the outermost trained modules. 4-d outputs are handed back in the usual format, in evaluation too.
 
 When it helps
 -------------
@@ -15,7 +15,8 @@ When it hurts
 Models that mix convolutions with layers that lack channels-last kernels, and grouped convolutions on some GPUs. A model
 that calls `.view` on activations raises an error; that is reported as a failed trial. A script fails likewise that calls
 `.view(-1)` on weights or gradients, as `torch.nn.utils.parameters_to_vector` does (`.reshape(-1)` works on both). LBFGS does so too:
-it is left alone, but a script that goes on with it after another optimizer fails at its first step.
+it is left alone, but a script that goes on with it after another optimizer fails at its first step. Activations that a script takes
+from the inside of the model, by a hook or by a call of one of its parts, lie channels-last in evaluation too.
 
 Left alone are trainings with weights whose memory something else holds when it is applied (a `state_dict()` that is kept,
 `share_memory()`, views of one flat tensor): converting them would cut them off from it. CUDA memory that several processes share is
@@ -31,8 +32,9 @@ How it is applied
 Parameters keep their identity, shape and values: only strides change, and a model's state dict is loaded as before. An optimizer's
 is a copy in the usual format where the technique has changed that: a load keeps strides, and fused kernels look at none. What
 shares the memory of parameters by the time that the change is taken back keeps its strides.
-The forward is wrapped while in training mode, innermost of all wrappers. DistributedDataParallel lays out the buckets of its gradients
-when it is constructed: the weights are converted right before, where all ranks can, and stay so.
+The forward is wrapped, innermost of all wrappers; in evaluation for its outputs only. safetensors takes the usual format only, and is
+handed tensors in it. DistributedDataParallel lays out the buckets of its gradients when it is constructed: the weights are converted
+right before, where all ranks can, and stay so.
 
 References
 ----------
@@ -49,10 +51,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from saturate.importwatch import once_imported
 from saturate.records.facts import Evidence, Facts
 from saturate.techniques import _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
-from saturate.techniques._layouts import Aligning, Layouts, Saving
+from saturate.techniques._layouts import Aligning, Layouts, Saving, in_usual_format
 
 ORDER = 10
 
@@ -70,6 +73,9 @@ _VIEWED = "LBFGS views gradients as one vector, which those in channels-last can
 
 #: Parameters that were converted and not converted back, by id.
 _converted: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+#: Those that were to be converted back, and shared their memory by then: whoever goes on training them needs the door as before.
+_left: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,9 @@ def prepare(context: Any, options: Options) -> None:
     """Until `apply` knows the optimizers, one may load state that is laid out as in another run."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    wanted = [True]                             # it may be imported when this is taken back
+    context.on_undo(wanted.clear)
+    once_imported("safetensors.torch", lambda module: _hand_over_in_usual_format(context, module) if wanted else None)
     context.on_undo(register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _look_after(context, optimizer)).remove)
     if not context.torch.distributed.is_available():
         return
@@ -113,6 +122,20 @@ def prepare(context: Any, options: Options) -> None:
         original(self, *args, **kwargs)
 
     context.set_attribute(cls, "__init__", init)
+
+
+def _hand_over_in_usual_format(context: Any, safetensors: Any) -> None:
+    """What is saved may be a copy of a model that was made while its weights lay channels-last: all tensors that do are meant."""
+    def usual(original: Any) -> Any:
+        @functools.wraps(original)
+        def flatten(tensors: Any, *args: Any) -> Any:
+            return original(in_usual_format(tensors, context.torch) if isinstance(tensors, dict) else tensors, *args)
+
+        return flatten
+
+    for name in ("_flatten", "_flatten_as_ptr"):        # in older versions, and in newer ones: what both ways to save call first
+        if hasattr(safetensors, name):
+            context.set_attribute(safetensors, name, usual(getattr(safetensors, name)))
 
 
 def _convert_on_all_ranks(context: Any, module: Any, group: Any) -> None:
@@ -135,29 +158,37 @@ def apply(context: Any, options: Options) -> str:
     distributed = context.torch.distributed
     if any("LBFGS" in type(optimizer).__name__ for optimizer in context.optimizers):
         raise NotApplied(_VIEWED)
-    weights = _weights(context, context.modules)
+    weights, left = _weights(context, context.modules), []
     if distributed.is_available() and distributed.is_initialized():
         if weights:
             raise NotApplied(_DISTRIBUTED)
         converted = sum(_is_converted(context, parameter) for module in context.modules for parameter in module.parameters())
     else:
-        converted = len(weights)
+        left = [p for module in context.modules for p in module.parameters() if _left.get(id(p)) is p and _is_converted(context, p)]
+        refusal = _refusal(context, weights)
+        if refusal and not left:
+            raise NotApplied(refusal)
+        weights = [] if refusal else weights
+        converted = len(weights) + len(left)
     if not converted:
         raise NotApplied("no 4-d parameter whose layout would change")
-    for optimizer in context.optimizers:
-        if not _is_torchs(optimizer) and any(optimizer.state.get(parameter) for _, parameter in weights):
-            raise NotApplied(f"{type(optimizer).__name__} is not torch's own, and how it lays out its state is not known")
-    shared = _shared(context, weights)
-    if shared:
-        raise NotApplied(f"{shared}, its gradient or its optimizer state shares memory with other tensors (a state_dict() that "
-                         "is kept, for one) or processes, and would be cut off from them")
     _common.wrap_all(context, lambda module: _wrap(context, module))
-    for _, parameter in weights:
+    for parameter in (*(parameter for _, parameter in weights), *left):
         _convert(context, parameter)
         context.on_undo(functools.partial(_convert_back, context, weakref.ref(parameter)))
     for optimizer in context.optimizers:
         _look_after(context, optimizer)
     return f"{converted} parameters and the 4-d inputs of {len(context.modules)} module(s) stored channels-last"
+
+
+def _refusal(context: Any, weights: list[tuple[str, Any]]) -> str:
+    """Why these must not be converted, or ""."""
+    for optimizer in context.optimizers:
+        if not _is_torchs(optimizer) and any(optimizer.state.get(parameter) for _, parameter in weights):
+            return f"{type(optimizer).__name__} is not torch's own, and how it lays out its state is not known"
+    shared = _shared(context, weights)
+    return (f"{shared}, its gradient or its optimizer state shares memory with other tensors (a state_dict() that "
+            "is kept, for one) or processes, and would be cut off from them") if shared else ""
 
 
 def _weights(context: Any, modules: Iterable[Any]) -> list[tuple[str, Any]]:
@@ -203,7 +234,11 @@ def _convert_back(context: Any, held: weakref.ref[Any]) -> None:
     for tensor in _with_it(context, parameter):
         if not _common.shares_memory(tensor, context.torch):
             tensor.data = tensor.data.contiguous()
-    _converted.pop(id(parameter), None)
+    if _is_converted(context, parameter):
+        _left[id(parameter)] = parameter
+    else:
+        _left.pop(id(parameter), None)
+        _converted.pop(id(parameter), None)
 
 
 def _look_after(context: Any, optimizer: Any) -> None:
@@ -244,7 +279,7 @@ def _wrap(context: Any, module: Any) -> None:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             # Tensors that are made there do not tell who writes to them.
             if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-                return inner(self, *args, **kwargs)
+                return _common.map_tensors(inner(self, *args, **kwargs), outward, torch)
             changed: list[tuple[Any, Any, int]] = []
             args = tuple(inward(value, changed) for value in args)
             kwargs = {name: inward(value, changed) for name, value in kwargs.items()}
@@ -259,7 +294,14 @@ def _wrap(context: Any, module: Any) -> None:
     def look(output: Any) -> None:
         context.note(TECHNIQUE.id, "the wrapped forward ran")
 
-    context.wrap_forward(module, ORDER, wrap)
+    def outside(inner: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = inner(self, *args, **kwargs)
+            return output if torch.jit.is_tracing() else _common.map_tensors(output, outward, torch)
+
+        return forward
+
+    context.wrap_forward(module, ORDER, wrap, in_evaluation=outside)
     _common.observe_first_call(context, module, look)
 
 
