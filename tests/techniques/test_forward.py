@@ -286,7 +286,7 @@ def test_weights_that_are_used_without_a_gradient_first_get_one(loses, monkeypat
     model = OnItself().train()
     context = context_of(model)
     if loses:
-        monkeypatch.setattr(_common, "cache_loses_gradients", lambda context, dtype: True)
+        monkeypatch.setattr(_autocast, "cache_loses_gradients", lambda context, dtype: True)
     expected = not _autocast.cache_loses_gradients(context, torch.bfloat16)
     bf16_autocast.apply(context, bf16_autocast.Options())
     model(torch.rand(2, 8)).sum().backward()
