@@ -126,7 +126,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
                 journal = Journal(folder, lab.key(objective, limits or {}), resume, rests(torch, check, budget, heard))
                 lab.remember(journal)
             search = Search(lab, pool, objective, dict(limits or {}), until_s, budget.max_drop if budget else 0.0, say, journal,
-                            end_s=lab.deadline_s)
+                            end_s=lab.deadline_s, check_s=lab.jury.seconds if lab.jury is not None else 0.0)
             ending = Ending(search, lab, notes, began, phases)
             with ending.told():
                 search.run(worker)
