@@ -159,6 +159,9 @@ def test_against_another(capsys, stored, acted):
     assert code == 0 and four["verdict"] == "faster" and four["speedup"] == pytest.approx(2.0, rel=0.01)
     assert four["speedup_ci"][0] < 2.0 < four["speedup_ci"][1] and four["against"]["latency_ms"]["p50"] == 8
     assert eight["verdict"] is None and "made for" in eight["against"]["reason"] and eight["artifact"]["latency_ms"]["p50"] == 8
+    code, out, err = call(capsys, stored / "open", "--against", stored / "fixed", "--batch", "8", "--json")
+    assert code == 3 and json.loads(out)["rows"][0]["artifact"]["latency_ms"], "what was measured is told"
+    assert "raced at none" in err and "made for [4, 8]" in err, "of an artifact of another model it was 0, as if there had been a race"
     text = call(capsys, stored / "open", "--against", stored / "fixed", "--batch", "4")[1]
     assert "faster" in text and "against" in text and "2.00x [" in text
 

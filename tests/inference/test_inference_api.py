@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import os
 import platform
 import re
+import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +244,17 @@ def test_what_ends_the_model_from_outside_is_not_its_own_fault(kind: Any, outsid
     with pytest.raises(SaturateError, match=words) as caught, api.running_model():
         raise WorkerFailed(kind, "it says why", outside=outside)
     assert type(caught.value) is error and caught.value.cause == "it says why" and caught.value.remedy
+
+
+def test_a_model_that_needs_what_was_put_into_sys_modules_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries that are missing are often replaced so. "The model does not run on its inputs", it was told, and nothing of its imports."""
+    (tmp_path / "needs_a_library.py").write_text("import library_that_is_missing\nfrom torch.nn import Linear\nclass Net(Linear): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "library_that_is_missing", types.ModuleType("library_that_is_missing"))
+    net = importlib.import_module("needs_a_library").Net(4, 4)
+    with pytest.raises(WorkloadFailed, match="cannot be made in a process of its own") as caught:
+        api.optimize(net, [(torch.randn(2, 4),)] * 2, time=1.0, workdir=tmp_path / "w", progress=lambda text: None)
+    assert caught.value.cause == "ModuleNotFoundError: No module named 'library_that_is_missing'" and "sys.modules" in caught.value.remedy
 
 
 VALIDATION = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))

@@ -196,6 +196,25 @@ def test_nothing_begins_when_the_rest_is_needed_to_confirm_the_best() -> None:
     assert len(world.started) == started
 
 
+def test_no_number_format_begins_that_the_check_could_not_judge_twice() -> None:
+    """A check of half a minute was called on a candidate shortly before a minute was over, and once more on its artifact behind it."""
+    for check_s, tried in ((31.0, {"run"}), (29.0, {"run", "int8"})):
+        world = World({"run": 0.5, "int8": 0.2}, {"int8": 0.001})
+        found = plan.pool(registry(RUN, INT8), ModelFacts(), check=True)
+        search = Search(world, found, "latency", {}, time.monotonic() + 42, 0.01, end_s=time.monotonic() + 60, check_s=check_s)
+        search.run(world.baseline())
+        assert {part for label in world.started for part in label.split(" + ")} == tried
+        assert {row.id for row in result.untried(search, 1, "no time")} == {"run", "int8"} - tried
+
+
+def test_the_check_of_what_has_not_met_it_counts_in_what_confirming_takes() -> None:
+    search = walk(World({"run": 0.5}), RUN)
+    before_s, search.check_s, search.end_s = search._until_s(), 20.0, time.monotonic() + 60
+    assert search._until_s() < before_s and search._until_s() < time.monotonic() + 41
+    search.late_s = time.monotonic() + 10
+    assert search.too_late(search.best()) and not search.too_late()
+
+
 def test_without_a_check_only_lossless_candidates_run() -> None:
     world = World({"run": 0.5, "bf16": 0.1})
     search = walk(world, RUN, BF16, check=False)

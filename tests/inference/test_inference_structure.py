@@ -83,6 +83,20 @@ def test_structures_come_back():
     assert found[2] == (1.5, "text", None)
 
 
+def test_keys_that_are_tuples_come_back():
+    """A depth network answers with {("disp", scale): ...}, and nothing of it could be stored."""
+    a, b = torch.rand(2), torch.rand(3)
+    description, tensors = roundtrip({("disp", 0): a, ("disp", 1): b, ((1, True), None): 2.5, (): "none", "(1,)": 3})
+    found = structure.rebuild(description, tensors)
+    assert list(found) == [("disp", 0), ("disp", 1), ((1, True), None), (), "(1,)"] and found["disp", 1] is b and found[()] == "none"
+    assert structure.places(description) == [0, 1] and structure.accessors(description, "x") == {0: "x[('disp', 0)]", 1: "x[('disp', 1)]"}
+    for wrong in ({"dict": [[[{}], [0]]]}, {"fields of": "x", "fields": [[["a"], [0]]]}):
+        with pytest.raises(ValueError, match="not a description"):
+            structure.places(wrong)
+    with pytest.raises(structure.NotDescribable, match=r"\[0\] has a key that is a torch.device, neither plain data"):
+        structure.flatten(torch, [{torch.device("cpu"): a}])
+
+
 def test_what_torch_returns_keeps_its_names():
     for value in (torch.rand(2, 3).topk(2), torch.rand(2, 3).max(1), torch.rand(2, 3).sort()):
         description, tensors = roundtrip((value, value.values))

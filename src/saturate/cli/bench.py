@@ -58,6 +58,12 @@ def execute(arguments: argparse.Namespace) -> int:
                 cause=record.rows[0].artifact.reason,
                 remedy="leave --batch out: then it runs at the size that it was made with",
             )
+        elif arguments.against is not None and all(row.verdict is None for row in record.rows):
+            problem = EnvironmentProblem(
+                f"the two were raced at none of these batch sizes: there is no answer to --against {arguments.against}",
+                cause=_unraced(record.rows[0]),
+                remedy="give artifacts of models that take the same inputs, and sizes that both of them take (--batch)",
+            )
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - shown below, after the record
         import msgspec
 
@@ -72,6 +78,12 @@ def execute(arguments: argparse.Namespace) -> int:
     if problem is not None:
         raise problem
     return 0
+
+
+def _unraced(row: BatchRow) -> str:
+    """Why there was no race."""
+    theirs = row.against.reason if row.against is not None else ""
+    return row.reason or theirs or row.artifact.reason
 
 
 def bench(

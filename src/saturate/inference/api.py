@@ -32,7 +32,7 @@ from saturate.inference.phases import Phases, slack_s
 from saturate.inference.process import clear_away
 from saturate.inference.result import Result, seconds_of, undecided_lossless
 from saturate.inference.search import Search
-from saturate.inference.source import Source, signature_of
+from saturate.inference.source import IMPORTED_ANEW, NOT_MADE, Source, signature_of
 from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Train
 from saturate.machine import facts as machine
@@ -126,7 +126,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
                 journal = Journal(folder, lab.key(objective, limits or {}), resume, rests(torch, check, budget, heard))
                 lab.remember(journal)
             search = Search(lab, pool, objective, dict(limits or {}), until_s, budget.max_drop if budget else 0.0, say, journal,
-                            end_s=lab.deadline_s)
+                            end_s=lab.deadline_s, check_s=lab.jury.seconds if lab.jury is not None else 0.0)
             ending = Ending(search, lab, notes, began, phases)
             with ending.told():
                 search.run(worker)
@@ -168,6 +168,9 @@ def running_model() -> Iterator[None]:
         if error.kind == "timeout":
             raise WorkloadFailed("the model takes too long", cause=error.reason, evidence=error.log,
                                  remedy="give the search more time, or fewer and smaller inputs") from error
+        if error.reason.startswith(NOT_MADE):
+            raise WorkloadFailed(NOT_MADE, cause=error.reason.removeprefix(f"{NOT_MADE}: "), evidence=error.log,
+                                 remedy=IMPORTED_ANEW) from error
         raise WorkloadFailed("the model does not run on its inputs", cause=error.reason, evidence=error.log,
                              remedy="model(*batch) must work for each batch of inputs") from error
 

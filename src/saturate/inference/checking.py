@@ -99,6 +99,7 @@ class Controls:
     problem: Problem | None = None
     notes: tuple[str, ...] = ()
     late: bool = False                  # the time ended before all of this was known
+    seconds: float = 0.0                # that a run on the model takes: the first may have read its data
 
 
 def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, echo: TextIO | None = None) -> Scored:
@@ -149,7 +150,7 @@ def controls(check: Check, run: Callable[..., Any], budget: Budget, until_s: flo
     if mismatch is not None:
         return Controls(first, problem=Problem("budget", mismatch, Budget.REMEDY))
     if time.monotonic() > until_s:
-        return Controls(first, late=True)
+        return Controls(first, late=True, seconds=first.seconds)
     again = scored(check, run, budget.metric)
     if again.scores is None:
         return Controls(first, problem=_only_once(again.problem))
@@ -158,12 +159,13 @@ def controls(check: Check, run: Callable[..., Any], budget: Budget, until_s: flo
     if problem is not None:
         return Controls(first, spread, problem=problem)
     if time.monotonic() > until_s:
-        return Controls(first, spread, late=True)
+        return Controls(first, spread, late=True, seconds=min(first.seconds, again.seconds))
     shuffled = (first.samples == again.samples and first.scores.values != again.scores.values
                 and (first.asked != again.asked or _same_in_another_order(first.scores, again.scores)))
     if first.samples == again.samples and first.asked != again.asked and len(set(first.scores.values or ())) == 1:
         shuffled, notes = True, (*notes, _LEAVE_OUT)       # scores that are all alike, as those of agreement with the model are, do not show it
-    return _against_noise(check, pool, budget, Controls(first, spread, shuffled, notes=notes), first.scores)
+    return _against_noise(check, pool, budget, Controls(first, spread, shuffled, notes=notes, seconds=min(first.seconds, again.seconds)),
+                          first.scores)
 
 
 def _only_once(problem: Problem | None) -> Problem | None:

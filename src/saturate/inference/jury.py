@@ -25,7 +25,7 @@ LOOK_SHARE = 0.05
 @dataclass(frozen=True)
 class Jury:
     """`scores`: the baseline's. `halves`: samples that choose, and others that confirm; None: the check cannot be split, `unsplit` says
-    why where it is not that it has too few. `asked`, `answers`: digests of what the check asked the baseline, and got."""
+    why where it is not that it has too few. `asked`, `answers`: digests of what the check asked the baseline, and got; `seconds`: that it takes."""
 
     scores: Scores
     budget: Budget
@@ -33,6 +33,7 @@ class Jury:
     unsplit: str = ""
     asked: str = ""
     answers: str = ""
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, found: checking.Controls, budget: Budget) -> tuple[Jury, list[str]]:
@@ -42,7 +43,7 @@ class Jury:
                                 remedy=found.problem.remedy)
         scores = found.baseline.scores
         assert scores is not None
-        jury, notes = cls(scores, budget, asked=found.baseline.asked, answers=found.baseline.answers), list(found.notes)
+        jury, notes = cls(scores, budget, asked=found.baseline.asked, answers=found.baseline.answers, seconds=found.seconds), list(found.notes)
         if scores.values is None:
             return jury, [*notes, "the check returns a single number: it cannot certify a budget; return one value per sample"]
         if found.shuffled:

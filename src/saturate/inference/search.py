@@ -109,6 +109,7 @@ class Search:
     late_s: float = math.inf                                # of the same clock: behind this only the first contender is confirmed
     broken: list[Tried] = field(default_factory=list)       # missed the accuracy budget, and may be repaired
     fresh: set[Candidate] = field(default_factory=set)     # measured by this search, not by an earlier one
+    check_s: float = 0.0                                    # that the check takes on the model
     _lane: Any = None
 
     # -- the walk --------------------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ class Search:
         """Try a stage, what promises most for its time first; what is learned on the way may supply more. Repairs have
         their place among the others: another variant that passes costs less."""
         while self.time_left():
-            waiting = [candidate for candidate in dict.fromkeys(supply()) if candidate not in self.tried]
+            waiting = [candidate for candidate in dict.fromkeys(supply()) if candidate not in self.tried and self._judged_in_time(candidate)]
             left_s = self._until_s() - time.monotonic()
             waiting = [one for one in waiting if order.seconds(one, self.tried) <= left_s] or waiting
             candidate = max(waiting, key=self._rate, default=None)
@@ -204,12 +205,21 @@ class Search:
 
     def too_late(self, *found: Tried) -> bool:
         """Whether confirming these, if it takes as long as it mostly does, would end so late that it is not begun."""
-        return time.monotonic() + CONCLUDING * sum(one.seconds for one in found) > self.late_s
+        return time.monotonic() + self._confirming_s(*found) > self.late_s
+
+    def _judged_in_time(self, candidate: Candidate) -> bool:
+        """Whether the check, which a candidate that changes numbers meets when it is tried and when it is confirmed, would be through
+        before the time ends: on the model it took as long. One that is known from before costs nothing."""
+        return candidate.lossless or self._known(candidate) or time.monotonic() + 2 * self.check_s <= self.end_s
 
     def _until_s(self) -> float:
         """When trying must end, so that the best two can be confirmed in time: large models take long to store and to load."""
         both = {found.candidate: found for found in (self.best(), self.best(lossless=True)) if found is not None}
-        return min(self.deadline_s, self.end_s - CONCLUDING * sum(found.seconds for found in both.values()))
+        return min(self.deadline_s, self.end_s - self._confirming_s(*both.values()))
+
+    def _confirming_s(self, *found: Tried) -> float:
+        """What it mostly takes. Those that compute the same have not met the check when they were tried."""
+        return CONCLUDING * sum(one.seconds for one in found) + self.check_s * sum(one.candidate.lossless for one in found)
 
     # -- what is known ---------------------------------------------------------------------------------------------
 

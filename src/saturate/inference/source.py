@@ -33,6 +33,12 @@ _MODEL, _INPUTS, _OTHERS, _CALIBRATION, _TRAIN, _LOADER, _FACTS = (
     "model.pt", "inputs.pt", "others.pt", "calibration.pt", "train.pt", "loader.pt", "facts.pt")
 
 
+#: Of a model whose modules another process does not find, or not as they are here, and what to do about it.
+NOT_MADE = "the model cannot be made in a process of its own"
+IMPORTED_ANEW = ("other processes import the modules of its classes anew, with this sys.path: what was put into sys.modules or changed in a "
+                 "module by hand has to be where they are imported")
+
+
 @dataclass(frozen=True)
 class Source:
     """What was written. `notes` are sentences for the user."""
@@ -163,7 +169,10 @@ class Source:
         device that it came from: `to` moves weights and buffers, but no tensor that is a plain attribute or an argument that was
         given already."""
         check_private(self.folder)
-        module = pickles.load(torch, self.folder / _MODEL, None if in_place else "cpu").as_module(torch)
+        try:
+            module = pickles.load(torch, self.folder / _MODEL, None if in_place else "cpu").as_module(torch)
+        except (ImportError, AttributeError) as error:
+            raise UsageError(NOT_MADE, cause=f"{type(error).__name__}: {error}", remedy=IMPORTED_ANEW) from error
         _as_constructed(module)
         return module
 

@@ -10,7 +10,8 @@ with the same fields takes its place.
     {"value": 3}              None, a bool, a number or text: part of the program, it cannot change
     {"number": "inf"}         also "-inf" and "nan": JSON has no form for them
     {"list": [...]}           also "tuple"
-    {"dict": [[key, ...]]}    keys are text, numbers or bools; with "dict of": "module:Class", a subclass of dict
+    {"dict": [[key, ...]]}    keys are text, numbers, bools, or lists of these, which are tuples; with "dict of": "module:Class", a subclass
+                              of dict
     {"tuple of": "module:Class", "fields": [[name, ...]]}       a named tuple, or one of torch.return_types
     {"fields of": "module:Class", "fields": [[name, ...]]}      a dataclass; transformers' ModelOutput is one
 
@@ -121,11 +122,20 @@ def flatten(torch: Any, value: Any, *, distinct: bool = False) -> tuple[Any, lis
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value)]
             return {"fields of": _name(value), "fields": fields(value, names, where)}
-        if isinstance(value, Mapping) and all(type(key) in SCALARS for key in value):
-            items = [[storable(key, where), describe(item, f"{where}[{key!r}]")] for key, item in _items(value)]
+        if isinstance(value, Mapping):
+            items = [[stored_key(key, where), describe(item, f"{where}[{key!r}]")] for key, item in _items(value)]
             return {**_dict_class(value), "dict": items}
         raise NotDescribable(f"{where or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, "
                              "neither a tensor nor plain data")
+
+    def stored_key(key: Any, where: str) -> Any:
+        """As JSON has it: the scales of a depth network are ("disp", 0) and so on."""
+        if type(key) is tuple:
+            return [stored_key(part, where) for part in key]
+        if type(key) not in SCALARS:
+            kind = f"{type(key).__module__}.{type(key).__qualname__}"
+            raise NotDescribable(f"{where or 'the value'} has a key that is a {kind}, neither plain data nor a tuple of it")
+        return storable(key, where)
 
     def storable(value: Any, where: str) -> Any:
         """A scalar that comes back from JSON as it is."""
@@ -181,7 +191,7 @@ def _rebuild(node: Any, tensors: list[Any], classes: Mapping[str, type]) -> Any:
     if "tuple" in node:
         return tuple(_rebuild(item, tensors, classes) for item in node["tuple"])
     if "dict" in node:
-        items = {key: _rebuild(item, tensors, classes) for key, item in node["dict"]}
+        items = {_key(key): _rebuild(item, tensors, classes) for key, item in node["dict"]}
         return _dict_made(node, items, classes) if "dict of" in node else items
     fields = {name: _rebuild(item, tensors, classes) for name, item in node["fields"]}
     if "tuple of" in node:
@@ -196,6 +206,15 @@ def _rebuild(node: Any, tensors: list[Any], classes: Mapping[str, type]) -> Any:
     if is_one and [field.name for field in dataclasses.fields(cls)] == list(fields):
         return _dataclass_made(cls, fields)
     return Fields(fields)
+
+
+def _key(stored: Any) -> Any:
+    """Of a dictionary, as it was."""
+    return tuple(map(_key, stored)) if isinstance(stored, list) else stored
+
+
+def _is_key(stored: Any) -> bool:
+    return all(map(_is_key, stored)) if isinstance(stored, list) else type(stored) in SCALARS
 
 
 def _dataclass_made(cls: Any, fields: dict[str, Any]) -> Any:
@@ -280,7 +299,7 @@ def _places(node: Any) -> Iterator[int]:
     for item in items:
         if kind in ("dict", "fields"):
             key, item = item
-            if type(key) not in SCALARS or (kind == "fields" and type(key) is not str):
+            if not _is_key(key) or (kind == "fields" and type(key) is not str):
                 raise TypeError(key)
         yield from _places(item)
 
@@ -290,7 +309,7 @@ def accessors(description: Any, root: str) -> dict[int, str]:
     if isinstance(description, list):
         return {description[0]: root}
     pairs = [(f"[{index}]", item) for kind in ("list", "tuple") for index, item in enumerate(description.get(kind, ()))]
-    pairs += [(f"[{key!r}]", item) for key, item in description.get("dict", ())]
+    pairs += [(f"[{_key(key)!r}]", item) for key, item in description.get("dict", ())]
     pairs += [(f".{name}", item) for name, item in description.get("fields", ())]
     return {place: path for step, item in pairs for place, path in accessors(item, root + step).items()}
 

@@ -34,7 +34,7 @@ class SpeculationRecord(msgspec.Struct, frozen=True, kw_only=True):
     acceptance_rate: float | None  # chance that a token of the draft stays, given that those before it did; None: nothing drafted
     quoted_acceptance_rate: float | None = None  # the same, of tokens quoted from the text in the draft's place
     quoted_share: float | None = None       # of all tokens that were proposed; the draft's are the others
-    tokens_per_round: float | None          # of a row, in a round with drafts or quotes: what stayed, and the token behind it
+    tokens_per_round: float | None          # that a round with drafts or quotes gave a row: what stayed, and the token behind it, if it was sure
     draft_length: float | None              # mean, of rows that had drafts or quotes
     cost_ratio: float | None                # time to draft one token, over a plain step
     verify_ratio: float | None              # time to verify the longest draft, over a plain step

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -223,17 +224,47 @@ def test_without_time_nothing_is_tried():
 
 
 def test_no_way_begins_when_the_rest_is_needed_to_confirm_the_best():
-    """One that was begun with a second left ended half a minute behind the end, and the best was confirmed after that."""
+    """One that was begun with a second left ended half a minute behind the end, and the best was confirmed after that: a search of ten
+    seconds took 26. To confirm takes a plain loop, too, which starts anew; so does one that would be the first that is faster."""
     search, plain = ways(3.0)
     search.memory, search.yard, began = remembered.Memory(), None, []
     search._tried = lambda label, numerics, recipe, like: (began.append(label), (module._with(plain.record, id=label, fate="slower"), False))[1]
-    search.deadline = time.monotonic() + 30.0
-    for seconds, start_s, tried in ((40.0, 0.0, []), (0.0, 40.0, []), (20.0, 20.0, []), (15.0, 10.0, ["other"])):
+    search.deadline, numerics = time.monotonic() + 30.0, "reordering"
+    for seconds, start_s, check_s, numerics, tried in (
+            (40.0, 0.0, 0.0, "reordering", []), (0.0, 11.0, 0.0, "reordering", []), (15.0, 10.0, 0.0, "reordering", []),
+            (0.0, 1.0, 15.0, "precision", []), (0.0, 1.0, 15.0, "reordering", ["other"]), (15.0, 5.0, 0.0, "reordering", ["other", "other"])):
         search._best = module.Ready("way 0", module.PLAIN, search.found[0], seconds=seconds)
-        search._start_s = start_s
-        search._try("other", "reordering", module.PLAIN, module.PLAIN)
+        search._start_s, search._check_s = start_s, check_s
+        search._try("other", numerics, module.PLAIN, module.PLAIN)
         assert began == tried
-    assert search.found[1].fate == "not_tried" and search.found[1].reason == conclusion.TIME_OVER
+    assert search.found[1].fate == "not_tried" and search.found[1].reason == f"{conclusion.TIME_OVER}: to try it and to confirm the best takes about 40 s here"
+    assert conclusion.is_open(search.found[1])
+
+
+def test_no_further_pair_confirms_the_best_when_the_time_is_over(monkeypatch):
+    """Three of them, each as long as it takes to start two processes, came behind the end."""
+    search, plain = ways(3.0, deadline=time.monotonic() - 1.0)
+    search.confirmation, search.request, started = [PROMPTS], None, []
+    search.yard = SimpleNamespace(isolated=True, start=lambda *what: (started.append("plain"), SimpleNamespace(close=lambda: None))[1],
+                                        running=lambda *what: (started.append("way"), contextlib.nullcontext())[1])
+    search._texts, search._warmed = {}, lambda host, batches: []
+    search._judged = lambda record, *rest, confirming: record
+    monkeypatch.setattr(module.measure, "rounds", lambda *arguments: ([0.0, 0.1, -0.1], [], []))
+    search._again(search._ready[0])
+    assert started == ["plain", "way"]
+
+
+def test_a_check_that_takes_all_the_time_is_not_asked_again():
+    """Without a time of its own it was asked three times, and twice more for each way."""
+    asked = []
+
+    def check(run):
+        asked.append(time.sleep(3.0))
+        return [float(tokens[0] > 0) for tokens in run(PROMPTS)]
+
+    result = optimize(Slow(), PROMPTS, max_new_tokens=4, time=2.0, check=check, budget=Budget(0.5), ways=("weights",), isolate=False)
+    assert len(asked) == 1 and result.record.verdict == "inconclusive"
+    assert {row.reason for row in result.record.candidates if row.fate == "not_tried"} <= {f"{conclusion.TIME_OVER} before the check was known to judge"}
 
 
 def test_what_a_search_took_is_said_beside_what_was_given():
@@ -385,7 +416,8 @@ def judged(check, budget, run, *, confirming=False):
     """What is said of a way that changes numbers and is raced to be faster, and of the check. Both loops answer with `run(prompts)`."""
     search = module.Search.__new__(module.Search)
     search.check, search.budget, search.kinds, search.notes, search.memory = check, budget, {"weights"}, [], remembered.Memory()
-    search.selection, search.request = [[[1]] * 100], decode.Request(1)
+    search.selection, search.request, search.deadline = [[[1]] * 100], decode.Request(1), float("inf")
+    search._best = module.Ready("plain", module.PLAIN, None)
     search._base = host = SimpleNamespace(prepare=lambda rows, request: SimpleNamespace(tokens=run(rows)))
     search._control()
     row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.5)

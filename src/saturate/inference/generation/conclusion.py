@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -17,12 +18,17 @@ THRESHOLD = 0.02        # the gain that counts
 TIME_OVER = "the time was over"
 
 
+def no_time(needed_s: float) -> str:
+    """The reason, with what there would have to be left of it."""
+    return f"{TIME_OVER}: to try it and to confirm the best takes about {max(1, math.ceil(needed_s))} s here"
+
+
 def is_open(row: GenerationCandidate) -> bool:
     """Whether a way may be the answer, and nobody knows: undecided in a race or in accuracy, or without its turn to be tried or
     confirmed. While there is one, it is not known that nothing helps."""
     if row.fate == "undecided":
         return (row.speedup or 0.0) >= 1.0 + THRESHOLD
-    return row.fate in ("inconclusive", "dominated") or (row.fate == "not_tried" and row.reason == TIME_OVER)
+    return row.fate in ("inconclusive", "dominated") or (row.fate == "not_tried" and row.reason.startswith(TIME_OVER))
 
 
 def record_of(search: Any, best: Any, base: GenerationCandidate, seconds: float, given_s: float | None = None) -> GenerationRecord:

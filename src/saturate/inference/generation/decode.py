@@ -58,6 +58,7 @@ class Run:
     quoted_stayed: int = 0
     rounds: int = 0                     # steps with drafts, or quotes
     row_rounds: int = 0                 # the same, counted by row
+    row_tokens: int = 0                 # that these gave their rows: none behind drafts of a row that is unsure, or ended by them
     ties: int = 0                       # rows whose next token a forward of one token had to decide
 
     @property
@@ -254,6 +255,7 @@ class Loop:
             quoted = self.drafter.quoted if self.drafter is not None else ()
             for row, count, kept in zip(rows, counts, stayed):
                 added = len(sequences.known[row]) - before[row]     # an end within what stayed cuts off the rest
+                run.row_tokens += added * (count > 0)
                 judged = min(count, kept + (not found.unsure[row]), added)
                 run.count(count, judged, min(kept, added), quoted=bool(quoted) and quoted[row])
 

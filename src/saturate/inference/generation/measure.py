@@ -118,7 +118,7 @@ def timing(runs: Sequence[Run]) -> GenerationTiming:
 
 def speculation(name: str, runs: Sequence[Run], found: Costs | None, choices: Sequence[int]) -> SpeculationRecord:
     """How drafts fared in `runs`."""
-    names = ("drafted", "judged", "stayed", "quoted", "quoted_judged", "quoted_stayed", "row_rounds")
+    names = ("drafted", "judged", "stayed", "quoted", "quoted_judged", "quoted_stayed", "row_rounds", "row_tokens")
     total = {name: sum(getattr(run, name) for run in runs) for name in names}
     rounds = total["row_rounds"]
     rate = total["stayed"] / total["judged"] if total["judged"] else None
@@ -128,7 +128,7 @@ def speculation(name: str, runs: Sequence[Run], found: Costs | None, choices: Se
         acceptance_rate=rate,
         quoted_acceptance_rate=total["quoted_stayed"] / total["quoted_judged"] if total["quoted_judged"] else None,
         quoted_share=total["quoted"] / (total["quoted"] + total["drafted"]) if rounds else None,
-        tokens_per_round=1 + (total["stayed"] + total["quoted_stayed"]) / rounds if rounds else None,
+        tokens_per_round=total["row_tokens"] / rounds if rounds else None,
         draft_length=(total["drafted"] + total["quoted"]) / rounds if rounds else None,
         cost_ratio=None if found is None else found.ratio,
         verify_ratio=None if found is None else found.verify(found.lengths[-1]),

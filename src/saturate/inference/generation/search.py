@@ -22,7 +22,7 @@ from saturate.inference.confirm import once_more
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.generation import measure, weights
 from saturate.inference.generation.compare import LENGTHS, Agreement, agreement
-from saturate.inference.generation.conclusion import THRESHOLD, TIME_OVER, race_words, speculation_words
+from saturate.inference.generation.conclusion import THRESHOLD, TIME_OVER, no_time, race_words, speculation_words
 from saturate.inference.generation.decode import Loop, Request
 from saturate.inference.generation.host import Host, Refused, Yard
 from saturate.inference.generation.prompts import as_lists
@@ -46,6 +46,9 @@ KINDS = ("draft", "lookup", "compile", "weights")
 
 #: The winner races in so many fresh pairs of processes at most: two processes differ by a constant.
 _PAIRS = 3
+
+#: The first pair has a share of at least so many seconds, however late it is.
+_LEAST_CONFIRM_S = 10.0
 
 #: So many ways are confirmed at most, the best first: each starts processes anew.
 _MOST_CONFIRMED = 3
@@ -90,6 +93,7 @@ class Search:
     memory: Memory = field(default_factory=Memory)          # until the check has been heard: of this search alone
     cut_short: set[str] = field(default_factory=set)        # ways that ended for the time, a full disk, or from outside
     _start_s: float = 0.0               # that the plain loop took until it could be timed
+    _check_s: float = 0.0               # that the check took of it
     _ready: list[Ready] = field(default_factory=list)
     _texts: dict[tuple[Recipe, bool], list[list[int]]] = field(default_factory=dict)
     _jury: Jury | None = None
@@ -168,6 +172,8 @@ class Search:
                 self._lost(
                     name, "precision", "not_tried", "changes numbers: pass check= and budget= to have it judged"
                 )
+            elif self._jury is None:
+                self._lost(name, "precision", "not_tried", f"{TIME_OVER} before the check was known to judge")
             else:
                 mode = runtime.recipe.compile_mode
                 label = name if mode is None else f"{name} + compile"
@@ -182,8 +188,8 @@ class Search:
             self.yard.know(recipe, seconds)
             self.say(f"{label}: known from the search before")
         else:
-            if time.monotonic() > self._until():
-                self._lost(label, numerics, "not_tried", TIME_OVER)
+            if time.monotonic() > self._until(numerics):
+                self._lost(label, numerics, "not_tried", no_time(self._needed_s(numerics)))
                 return None
             self.say(label)
             began = time.monotonic()
@@ -197,10 +203,15 @@ class Search:
         self._best = self._better(self._best, ready)
         return ready if record.fate in _WORKED else None
 
-    def _until(self) -> float:
-        """When a way must begin, so that it is ready in time, which takes as long as the plain loop took at least, and the best is
-        confirmed in time: that takes about as long as it took to try it."""
-        return self.deadline - self._start_s - self._best.seconds
+    def _until(self, numerics: str = "reordering") -> float:
+        """When a way must begin, so that it is ready, and the best confirmed, in time."""
+        return self.deadline - self._needed_s(numerics)
+
+    def _needed_s(self, numerics: str) -> float:
+        """What it takes to try one more way and to confirm the best. To be ready takes any of them as long as the plain loop took, at
+        least; to confirm the best, about as long as it took to try it, and a plain loop beside it, which starts anew."""
+        check_s = self._check_s if numerics == "precision" else 0.0
+        return 2 * self._start_s + check_s + max(self._best.seconds, self._start_s + check_s)
 
     def _tried(self, label: str, numerics: str, recipe: Recipe, like: Recipe) -> tuple[GenerationCandidate, bool]:
         """The record, and whether the same would come of it another time."""
@@ -306,11 +317,15 @@ class Search:
     # -- the check -------------------------------------------------------------------------------------------------
 
     def _control(self) -> None:
-        """Who judges ways that change numbers. Raises CheckUnusable where the check cannot."""
-        if self.check is None or self.budget is None or "weights" not in self.kinds:
+        """Who judges ways that change numbers; nobody, where none of them would be tried before the time ends. Raises CheckUnusable
+        where the check cannot."""
+        if self.check is None or self.budget is None or "weights" not in self.kinds or time.monotonic() > self._until("precision"):
             return
-        self._jury, notes = Jury.of(controls(self.check, lambda prompts: self._run(self._base, prompts), self.budget), self.budget)
-        self.notes += notes
+        found = controls(self.check, lambda prompts: self._run(self._base, prompts), self.budget, self._until("precision"))
+        self._check_s = found.seconds
+        if not found.late:
+            self._jury, notes = Jury.of(found, self.budget)
+            self.notes += notes
 
     def _run(self, host: Host, prompts: Any) -> list[list[int]]:
         rows = as_lists(prompts)
@@ -415,7 +430,7 @@ class Search:
         pairs: list[list[float]] = []
         before: list[Any] = []
         after: list[Any] = []
-        ends = time.monotonic() + max(10.0, self.deadline - time.monotonic())
+        ends = time.monotonic() + max(_LEAST_CONFIRM_S, self.deadline - time.monotonic())
         start_s = 0.0           # of a pair, which no deadline cuts short
         while True:
             first, began = self.confirmation[0], time.monotonic()
@@ -432,7 +447,7 @@ class Search:
                 before += one
                 after += other
                 found = estimate(pairs, confidence=look_confidence(_PAIRS))
-                last = not self.yard.isolated or len(pairs) == _PAIRS or time.monotonic() + start_s > ends
+                last = not self.yard.isolated or len(pairs) == _PAIRS or time.monotonic() + start_s > self.deadline
                 if last or verdict(found, THRESHOLD) != "inconclusive":
                     return self._judged(best.record, host, text, best.like, found, before, after, confirming=True)
 
