@@ -122,6 +122,7 @@ while True:
     trial.wait_ready()
     problem = trial.greeting()["applied"][0]["problem"]
     assert ("create_graph" in problem) is refused and bool(problem) is refused
+    assert trial.ask("facts")["differentiates_gradients"] is refused
 
 
 def test_what_is_known_of_optimizers_that_are_gone_does_not_grow():

@@ -54,6 +54,12 @@ def test_what_is_no_difference_may_be_slower():
         assert "too small" not in said and "changes the step time by less" not in said and ("slower" in said or "loses" in said)
 
 
+def test_what_is_inconclusive_may_be_unverified():
+    """`tune` names this page behind "Cannot verify, so nothing is claimed", of a script that does not repeat itself: its interval was clear."""
+    for said in (explain.VERDICTS["inconclusive"], explain.FATES["inconclusive"]):
+        assert "verified" in said and "reason" in said
+
+
 @pytest.mark.parametrize(("explained", "printed"), [
     (explain.VERDICTS, typing.get_args(result.Verdict)), (explain.FATES, typing.get_args(result.Fate)),
     (_meanings.FIT_VERDICTS, typing.get_args(fit.FitVerdict)), (_meanings.FIT_SIZES, typing.get_args(fit.SizeOutcome)),

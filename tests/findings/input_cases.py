@@ -46,6 +46,9 @@ CASES = [
                 "loader": LoaderSeen(2, cpu_count=2.0, busy_cores=1.0, fetch_cpu=0.9)
             },
             "nobody knows how many cores are busy": {"loader": LoaderSeen(1, cpu_count=2.0, fetch_cpu=0.9)},
+            "workers sleep while other programs have all cores": {
+                "loader": LoaderSeen(4, cpu_count=2.0, busy_cores=2.0, fetch_cpu=0.03, io_wait=0.0)
+            },
         },
         reason="33.9 %",
         techniques=_WORKERS_OR_CACHE,
@@ -88,12 +91,23 @@ CASES = [
         quiet={
             "decoding": {"loader": DECODE.loader},
             "neither waiting nor computing was observed": {"loader__io_wait": None, "loader__fetch_cpu": None},
+            "workers sleep while other programs have all cores": {
+                "loader__io_wait": 0.0,
+                "loader__num_workers": 4,
+                "loader__busy_cores": 2.0,
+            },
         },
         still={
             "the system does not count waiting": {"loader__io_wait": None},
             "the fetch sleeps": {"loader__io_wait": 0.0},
             "the fetch waits for storage, just": {"loader__io_wait": 0.5, "loader__fetch_cpu": 0.9},
             "workers that wait": {"loader__io_wait": None, "loader__num_workers": 4},
+            "workers that wait beside a training that uses every core": {
+                "input_wait": 0.12,
+                "loader__io_wait": None,
+                "loader__num_workers": 4,
+                "loader__busy_cores": 1.8,
+            },
         },
         reason="waits for storage during 90.0 % of its time",
         techniques=_WORKERS_OR_CACHE,

@@ -1071,6 +1071,7 @@ def test_compile_variants_follow_the_facts():
         assert modes == ["default", "default", "max-autotune-no-cudagraphs"], "gradients are added to others that were kept"
     assert len(compile.variants(dataclasses.replace(cuda, compiles=True))) == 2, "nobody knows whether shapes change"
     assert not compile.eligible(dataclasses.replace(cpu, machine=MachineFacts()))
+    assert "create_graph" in compile.eligible(dataclasses.replace(cpu, differentiates_gradients=True)).reason
     assert not compile.eligible(dataclasses.replace(cpu, modules=(dataclasses.replace(block, compiled=True),)))
     already = dataclasses.replace(cpu, modules=(dataclasses.replace(block, compiled=True, convolutions=1),))
     assert bf16_autocast.eligible(usual(modules=already.modules))

@@ -174,6 +174,12 @@ def test_starting_over() -> None:
     assert outcome(fresh, killed(17, 12), read=False) == (
         "starts_over", "its parameters are those of the very beginning, and it opened no file that the killed run had written")
     assert outcome(fresh, killed(17, 12), read=True)[0] == "starts_over"
+    warm_up = killed(17, 12)
+    still = replace(warm_up, weights=dict(warm_up.weights) | {"w0": (0, 1)})        # the learning rate of the first update is zero
+    assert outcome(fresh, still)[0] == "starts_over", "after the first update, nothing had been saved"
+    every = replace(still, saved=tuple(range(1, 18)))
+    assert outcome(fresh, every, read=False)[0] == "starts_over", "nor does it load what was saved there"
+    assert outcome(resumed(1), replace(every, weights=dict(still.weights) | {"w1": (0, 1)}))[0] == "resumes_exactly"
     other = [replace(one, before=f"x{k}") for k, one in enumerate(training(16, seed=7))]
     assert outcome(other, killed(17, 12), read=False)[0] == "starts_over", "with other initial parameters"
     kind, reason = outcome(other, killed(17, 12), read=True)

@@ -236,6 +236,7 @@ def facts(session: Any) -> dict[str, Any]:
         grad_scaler=session.grad_scaler,
         compiles=inspection.compiled,
         checkpointed=inspection.checkpointed,
+        differentiates_gradients=inspection.differentiates_gradients,
         gradients_read=inspection.gradients_read,
         threads=torch.get_num_threads(),
         sdpa_calls=inspection.sdpa_calls,

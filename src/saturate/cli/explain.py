@@ -16,7 +16,8 @@ VERDICTS = {
     "no_difference": "The whole interval lies below the threshold, so there is no gain that counts. It may be slower: `slower` is said only "
                      "where that is certain as well. More rounds would hardly change that.",
     "slower": "The whole confidence interval lies on the slow side of the threshold.",
-    "inconclusive": "The interval is too wide to tell. A quieter machine, a larger --budget or a longer run would decide it.",
+    "inconclusive": "The interval is too wide to tell, which a quieter machine, a larger --budget or a longer run would decide; or nothing could "
+                    "be timed, or verified, and then the reason in the summary says what would help.",
 }
 
 FATES = {
@@ -25,7 +26,7 @@ FATES = {
             "holds that race, or says that it was not checked. The one added last needs none: its own race was that.",
     "no_difference": "Tried and measured: it gains less than the threshold, or loses. The interval beside it says how much.",
     "slower": "Tried and measured: the step takes longer with it.",
-    "inconclusive": "Tried, but the measurement could not decide within the budget.",
+    "inconclusive": "Tried, but the measurement could not decide within the budget, or what it says could not be verified. The reason beside it says which.",
     "rejected_numerics": "Tried, but the training is no longer the same within its numerics class. The report shows which metric "
                          "left its tolerance, and in which update.",
     "not_applied": "Set, but it did not take effect: the proof of activation is missing. Its time says nothing.",

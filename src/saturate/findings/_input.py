@@ -22,15 +22,16 @@ SPARE_SHARE = 0.1
 Shortage = Literal["cpu", "io", "workers"]
 
 
-def shortage(loader: LoaderSeen) -> Shortage | None:
-    """What keeps the pipeline from delivering in time; None where the observations do not tell."""
+def shortage(loader: LoaderSeen, waited: float) -> Shortage | None:
+    """What keeps the pipeline from delivering in time; None where the observations do not tell. `waited`: how long the step waits for
+    it, of the step."""
     workers, all_cores, free = loader.num_workers, loader.cpu_count, _free_cores(loader)
     if reaches(loader.io_wait, FETCH_WAITS):
         return "io"
     if loader.fetch_cpu is None or workers is None or not loader.fetch_cpu >= 0.0:
         return None
     if loader.fetch_cpu < FETCH_COMPUTES:
-        return "io"
+        return None if workers and _taken_by_others(loader, waited) else "io"
     if workers == 0 or free is False:
         return "cpu"  # fetched in the training process itself, where cores do not matter yet, or no core is left
     if free and all_cores is not None and workers < all_cores:
@@ -45,9 +46,19 @@ def _free_cores(loader: LoaderSeen) -> bool | None:
     return loader.cpu_count - loader.busy_cores >= max(SPARE_CORES, SPARE_SHARE * loader.cpu_count)
 
 
+def _taken_by_others(loader: LoaderSeen, waited: float) -> bool:
+    """Whether no core is free although the training waits and its workers sleep: other programs have the cores then, and a batch that is
+    handed over late, from process to process, looks the same as one that waits for storage."""
+    if _free_cores(loader) is not False:
+        return False
+    assert loader.cpu_count is not None and loader.busy_cores is not None
+    return loader.busy_cores > (1.0 - waited) * loader.cpu_count + max(SPARE_CORES, SPARE_SHARE * loader.cpu_count)
+
+
 def waits(rule: Rule, seen: Observations, kind: Shortage | None) -> bool:
     """Whether the step waits for input, and for this reason."""
-    return concludes(seen, rule) and reaches(seen.input_wait, INPUT_WAIT) and shortage(seen.loader) == kind
+    waited = seen.input_wait
+    return concludes(seen, rule) and reaches(waited, INPUT_WAIT) and shortage(seen.loader, waited or 0.0) == kind
 
 
 def waiting(

@@ -13,7 +13,8 @@ fetch over its wall time; bytes read from storage per second; the slowest line b
 Threshold
 ---------
 The wait is at least 10 % of the step, and the fetch either waits for storage during at least 50 % of its time, or
-computes during less than 50 % of the time in which a core was free for it.
+computes during less than 50 % of the time in which a core was free for it. The latter says nothing of workers while
+all cores are busy, also in the time in which the training waits: other programs have them.
 
 Not to be confused with
 -----------------------

@@ -114,6 +114,7 @@ class Facts:
     grad_scaler: bool = False           # the user's own script scales its loss
     compiles: bool = False              # the script compiles anything itself: no hook may be set, or that is compiled again
     checkpointed: bool = False          # the script recomputes activations itself (torch.utils.checkpoint)
+    differentiates_gradients: bool = False  # it asks for a graph of gradients (create_graph=True)
     gradients_read: bool | None = None  # it reads gradients besides backward, step and zero_grad (clips them, for one)
     threads: int = 1                    # torch intra-op threads
     flops_per_step: int | None = None   # of matrix products, convolutions, attention and recurrent nets, forward and backward

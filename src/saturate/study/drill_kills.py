@@ -132,7 +132,7 @@ class Kills:
         left = resume.Killed(before, {key: tuple(places) for key, places in self.weights.items()}, saved)
         updates = ran.updates(self.reference.step)
         if updates:
-            found = resume.compare(self._truth(resume.placed(updates, left)), updates, left, ran.read, self.noise)
+            found = resume.compare(self._truth(resume.placed(updates, left, ran.read)), updates, left, ran.read, self.noise)
         else:
             found = self._without_update(ran)
         resumed_at = found.resumed_at

@@ -69,6 +69,7 @@ TECHNIQUE = Technique(
 
 #: A block must repeat this often before compiling it alone pays.
 REPEATS = 4
+_DIFFERENTIATES = "the script differentiates gradients (create_graph=True), and those of compiled code cannot be"
 _DYNAMIC = {"auto": None, "yes": True, "no": False}
 #: Modes whose outputs lie, on CUDA, in memory that the next call writes to; reading them after that raises.
 RECORDING = ("reduce-overhead", "max-autotune")
@@ -97,6 +98,8 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
         return Ineligible("no trained module was seen")
     if why := _common.compiled_already(modules):
         return Ineligible(why)
+    if facts.differentiates_gradients:
+        return Ineligible(_DIFFERENTIATES)
     if all(map(_is_recurrent, modules)):
         return Ineligible("torch.compile leaves nn.RNN, nn.LSTM and nn.GRU eager, and the rest of the forward that calls them; most layers are such")
     if facts.device == "cpu" and not facts.machine.compiler:
@@ -131,7 +134,7 @@ def apply(context: Any, options: Options) -> str:
     if not context.modules:
         raise NotApplied("no trained module is known")
     if context.differentiates_gradients:
-        raise NotApplied("the script differentiates gradients (create_graph=True), and those of compiled code cannot be")
+        raise NotApplied(_DIFFERENTIATES)
     compiler = _Compiler(context, options)
     if options.scope == "module":
         count = _common.wrap_all(context, lambda module: context.wrap_forward(module, ORDER, compiler.wrap, around=True))

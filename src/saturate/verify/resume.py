@@ -70,7 +70,7 @@ def compare(reference: Sequence[Update], resumed: Sequence[Update], killed: Kill
     `read`: whether it opened a file that was written before the kill. `noise`: `deviation` of two uninterrupted runs.
     """
     given = _Given(reference, resumed, killed, max(ROUNDING, NOISE * noise))
-    at = placed(resumed, killed)
+    at = placed(resumed, killed, read)
     if at == 0 and 0 not in killed.saved:
         return Continuation("starts_over", f"its parameters are those of the very beginning{_unread(read)}", 0, len(resumed))
     if at is None and resumed[0].before is not None:
@@ -83,10 +83,16 @@ def compare(reference: Sequence[Update], resumed: Sequence[Update], killed: Kill
     return given.judged(at)
 
 
-def placed(resumed: Sequence[Update], killed: Killed) -> int | None:
-    """The number of updates that the parameters come from which a process started with; None: unknown."""
+def placed(resumed: Sequence[Update], killed: Killed, read: bool) -> int | None:
+    """The number of updates that the parameters come from which a process started with; None: unknown. `read`: see `compare`.
+
+    Those that do not move are the same at several places, the beginning among them where the learning rate starts at zero: what
+    loads nothing, or had nothing to load there, is at the beginning.
+    """
     places = killed.weights.get(resumed[0].before or "", ())
-    saved = [at for at in places if at in killed.saved]         # parameters that do not move are the same everywhere
+    saved = [at for at in places if at in killed.saved]
+    if 0 in places and not (saved and read):
+        return 0
     return max(saved or places, default=None)
 
 
