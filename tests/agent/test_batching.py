@@ -45,7 +45,7 @@ def session():
 
     def next_batch(self):
         batch = original(self)
-        found.batching.fetched(self)
+        found.batching.fetched(self, batch)
         return batch
 
     seams.replace(found, torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", next_batch)
@@ -106,6 +106,18 @@ def test_evaluation_keeps_its_batches(session):
         assert [len(batch) for batch in read(training)] == [4] * 5, "reading the training data without gradients is an evaluation"
 
 
+def test_an_evaluation_in_batches_of_the_same_size_is_resized_too(session):
+    """One argument sets both, more often than not: what is proved is to be what runs."""
+    training, evaluation, other = DataLoader(Numbers(), 4), DataLoader(Numbers(12), 4), DataLoader(Numbers(12), 3)
+    trains(session, training, size=10, own=4)
+    with torch.no_grad():
+        assert [len(batch) for batch in read(evaluation)] == [10, 2] and [len(batch) for batch in read(training)] == [10, 10]
+        assert [len(batch) for batch in read(other)] == [3, 3, 3, 3]
+    session.batching.ordered({"size": None})
+    with torch.no_grad():
+        assert [len(batch) for batch in read(evaluation)] == [4, 4, 4]
+
+
 def test_two_loaders_of_one_step_keep_their_proportion(session):
     labelled, unlabelled = DataLoader(Numbers(), 2), DataLoader(Numbers(100), 14)
     session.batching.ordered({"size": 4, "loaders": [[batching.describe(labelled), 1.0], [batching.describe(unlabelled), 7.0]]})
@@ -136,6 +148,33 @@ def test_an_iterable_dataset_is_resized_too(session):
     assert [len(batch) for batch in read(DataLoader(Stream(), 4))] == [16, 4]
 
 
+def test_what_came_of_an_iterable_dataset_is_counted_not_what_was_asked_for(session):
+    loader = DataLoader(Stream(), 4)
+    trains(session, loader, size=16)
+    read(loader)
+    assert session.batching._pending == {batching.describe(loader): 20} and session.batching.delivered == 16
+    session.batching.ordered({"size": 64})
+    read(loader)
+    assert session.batching.delivered == 20 and session.batching._pending == {batching.describe(loader): 40}
+
+
+@pytest.mark.parametrize(("batch", "asked", "came"), [
+    (torch.zeros(5, 3), 8, 5), (torch.zeros(8, 3), 8, 8), ([torch.zeros(7, 5), torch.zeros(5)], 8, 7), ({"x": torch.zeros(3, 8)}, 8, 8), (["a"], 8, 8),
+    ((torch.tensor(1.0), {"x": torch.zeros(2, 3)}), 8, 2),
+])
+def test_the_samples_of_a_batch(batch, asked, came):
+    assert batching._came(torch, batch, asked) == came
+
+
+def test_where_no_pass_is_held_it_has_no_more_batches_than_the_scripts_own(session):
+    loader = DataLoader(Numbers(), 4)
+    trains(session, loader, size=2, bounded=True)
+    assert [len(batch) for batch in read(loader)] == [2] * 5
+    session.batching.ordered({"size": 8})
+    assert [len(batch) for batch in read(loader)] == [8, 8, 4]
+    assert session.batching.held == 0
+
+
 def test_a_loader_without_batches_is_left_alone(session):
     session.batching.ordered({"size": 16})
     assert [int(value) for value in DataLoader(Numbers(3), batch_size=None)] == [0, 1, 2]
@@ -149,6 +188,7 @@ def test_a_held_epoch_goes_on_once_training_is_seen(session):
     next(batches)
     session.backwards += 1
     assert [next(batches).tolist() for _ in range(4)] == [[4, 5, 0, 1], [2, 3, 4, 5], [0, 1, 2, 3], [4, 5, 0, 1]]
+    assert session.batching.held == session.batching.standing()["held"] == 3
     session.batching.ordered({"end": True})
     with pytest.raises(StopIteration):
         next(batches)

@@ -124,6 +124,21 @@ def test_what_the_helpers_made_is_read(root, context, helpers):
     assert helpers and dataset.count < ITEMS * 3 / 4
 
 
+def test_where_memory_runs_out_they_go_before_the_training(tmp_path):
+    """Each dirties its copy of the dataset; the kernel ended the training, which is the largest."""
+    def run(number):
+        (tmp_path / "score").write_bytes(Path("/proc/self/oom_score_adj").read_bytes())
+
+    before = Path("/proc/self/oom_score_adj").read_text()
+    training = os.pidfd_open(os.getpid())
+    child = os.fork()
+    if child == 0:
+        cache_helpers._help(types.SimpleNamespace(training=training, run=run), 0)
+    os.waitpid(child, 0)
+    os.close(training)
+    assert (tmp_path / "score").read_text() == "1000\n" and Path("/proc/self/oom_score_adj").read_text() == before
+
+
 def test_a_short_pass_and_a_warm_one_have_none(root, context, helpers, monkeypatch):
     dataset = cases.Files(root)
     for _ in range(5):

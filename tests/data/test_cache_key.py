@@ -293,3 +293,64 @@ def test_looking_and_copying_keep_the_key(root):
     copy.copy(dataset)
     pickle.dumps(cases.Files(root))
     assert digest(dataset) == before
+
+
+LATE = """
+    class Data:
+        def __init__(self, path):
+            self.path = path
+        def __getitem__(self, index):
+            from helpers import read
+            return read(self.path)
+        def __len__(self):
+            return 3
+"""
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("old, new", [("len(path)", "-len(path)"), ("range(1)", "range(23)")])
+def test_helpers_that_are_imported_when_an_item_is_made(module, loaded, old, new):
+    source = ("import helpers as already\n" if loaded else "") + textwrap.dedent(LATE)
+    assert not loaded or module(source) == module(source)
+    assert module(source) != module(source, HELPERS.replace(old, new))
+
+
+def test_what_is_imported_late_and_what_that_imports(tmp_path, monkeypatch):
+    package = tmp_path / "a_package"
+    (package / "deep").mkdir(parents=True)
+    for name, text in (("__init__", ""), ("deep/__init__", ""), ("deep/first", "def f(x):\n    from ..second import g\n    return g(x)\n"), ("second", "import json\ng = len\n"),
+                       ("other", ""), ("data", "class Data:\n    def __getitem__(self, index):\n        from .deep import first\n        return first.f(index)\n")):
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = importlib.import_module("a_package.data")
+    try:
+        before = digest(data.Data())
+        (package / "other.py").write_text("1\n")
+        assert digest(data.Data()) == before and "a_package.deep" not in sys.modules
+        (package / "second.py").write_text("import json\ng = max\n\n")
+        assert digest(data.Data()) != before
+    finally:
+        for name in ("a_package", "a_package.data"):
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("method", ["get", "__getitem__"])
+def test_a_method_of_a_dictionary_is_what_that_holds(root, method):
+    names = {"a": 1}
+    before = digest(cases.Folder(root, target_transform=getattr(names, method)))
+    assert digest(cases.Folder(root, target_transform=getattr({"a": 1}, method))) == before
+    names["a"] = 2
+    assert digest(cases.Folder(root, target_transform=getattr(names, method))) != before
+
+
+def test_a_function_of_a_compiled_module_is_its_file(tmp_path, monkeypatch):
+    """Built anew, it has the same name."""
+    import _ctypes
+
+    file = tmp_path / "compiled.so"
+    file.write_bytes(b"1")
+    monkeypatch.setattr(_ctypes, "__file__", str(file), raising=False)
+    before = digest({"decode": _ctypes.sizeof})
+    assert digest({"decode": _ctypes.sizeof}) == before
+    file.write_bytes(b"22")
+    assert digest({"decode": _ctypes.sizeof}) != before

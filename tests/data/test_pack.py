@@ -240,6 +240,15 @@ def test_foreign_folders_stay_as_they_are(text: Path, tmp_path: Path) -> None:
         packing.pack(open_source(text), tmp_path / "mine" / "thesis.tex")
 
 
+def test_files_that_others_put_beside_a_pack_stay(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    packing.pack(open_source(text), out, 8000)
+    (out / "film.mkv.part").write_text("half of it")
+    (out / "data-00001.arrow.part").write_text("of a pack that was killed")
+    packing.pack(open_source(text), out, 8000)
+    assert (out / "film.mkv.part").read_text() == "half of it" and not (out / "data-00001.arrow.part").exists()
+
+
 @pytest.mark.parametrize("damage", [
     lambda m: "{", lambda m: "[]", lambda m: json.dumps({**m, "version": 99}), lambda m: json.dumps({**m, "shards": [{}]}),
     lambda m: json.dumps({**m, "shards": [{**m["shards"][0], "name": "../../etc/passwd"}]}),
@@ -330,6 +339,32 @@ def test_parts_of_a_dataset_are_not_taken_for_its_classes(images: Path, tmp_path
     assert "label" in open_source(whole / "train").schema.names
     (whole / "train" / "cat").rename(whole / "cat")         # two classes, one of them called so
     assert "label" in open_source(whole).schema.names
+
+
+@pytest.mark.parametrize(("names", "content"), [
+    (("train.csv", "test.csv"), "a,b\n1,2\n"), (("data/train-00000-of-00002.csv", "data/train-00001-of-00002.csv", "data/test-00000-of-00001.csv"), "a\n1\n"),
+    (("wiki.train.txt", "wiki.valid.txt", "README.md"), "a line\n"), (("train/a.txt", "test/a.txt"), "a line\n"), (("Train.tsv", "dev.tsv", "more.tsv"), "a\tb\n1\t2\n"),
+])
+def test_parts_of_a_dataset_are_not_packed_behind_one_another(tmp_path: Path, names: tuple[str, ...], content: str) -> None:
+    """The rows of the test were among those for training, and nothing told them apart."""
+    source = tmp_path / "source"
+    for name in names:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(content)
+    with pytest.raises(UsageError, match="parts of a dataset, not one: ") as refused:
+        open_source(source)
+    assert "pack each by itself: SRC/" in refused.value.remedy
+    assert packed(source / names[0], tmp_path / "out")
+
+
+@pytest.mark.parametrize("names", [
+    ("train-00000-of-00002.txt", "train-00001-of-00002.txt"), ("the_test.txt", "a_train_to_nowhere.txt", "emma.txt"), ("test_cache.py", "train.py", "model.py"),
+])
+def test_texts_that_are_called_so_are_no_parts(tmp_path: Path, names: tuple[str, ...]) -> None:
+    (tmp_path / "source").mkdir()
+    for name in names:
+        (tmp_path / "source" / name).write_text("a line\n")
+    assert len(packed(tmp_path / "source", tmp_path / "out")) == len(names)
 
 
 def test_a_value_of_another_type_names_the_row(tmp_path: Path) -> None:
@@ -601,3 +636,14 @@ def test_the_verb(text: Path, tmp_path: Path) -> None:
     (tmp_path / "days.csv").write_text("day\n2024-01-02\n")
     told = json.loads(saturate("pack", "days.csv", "days", "--json", cwd=tmp_path).stdout)["loader"]
     assert told == ["from datasets import load_from_disk", "data = load_from_disk('days')"]
+
+
+def test_what_is_left_out_is_told(images: Path, tmp_path: Path) -> None:
+    """A third of the photographs had another ending, and nobody missed them."""
+    for number in range(3):
+        (images / "cat" / f"{number}.HEIC").write_bytes(b"no format that is packed")
+    (images / "notes.log").touch()
+    done = saturate("pack", "images", "out", "--json", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "left out, as no images: 3 .heic, 1 .log\n"
+    record = json.loads(done.stdout)
+    assert record["rows"] == 21 and record["left_out"] == {".heic": 3, ".log": 1}

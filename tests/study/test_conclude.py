@@ -39,6 +39,19 @@ def test_a_study_is_finished_when_all_of_it_is_written(study, monkeypatch):
     assert study.kept == {"written": True, "finished": True}
 
 
+def test_samples_that_trials_have_decoded_go_with_the_study(study, tmp_path, monkeypatch):
+    """Up to half of the disk, in a folder that nobody looks into. A study that is gone on with finds them."""
+    samples, other = tmp_path / "cache" / "data" / "abc.samples", tmp_path / "cache" / "other"
+    samples.parent.mkdir(parents=True)
+    samples.touch()
+    other.touch()
+    study.request.directory = tmp_path
+    tune._conclude(study, interrupted=True)
+    assert samples.exists()
+    tune._conclude(study, interrupted=False)
+    assert not samples.exists() and other.exists()
+
+
 @pytest.mark.parametrize("moment", ["record_of", "write"])
 def test_an_interrupt_while_the_record_is_made_loses_nothing(moment, study, monkeypatch):
     """The record was lost, and the same command began another study, for this one was called finished."""

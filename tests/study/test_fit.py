@@ -269,6 +269,74 @@ while True:
 
 
 @pytest.mark.slow
+def test_a_list_as_long_as_a_pass(home):
+    """Held open, a pass has more batches than the list has places: that was called a failure of the command."""
+    home.write("train.py", TRAINING.replace("4096", "96") + """
+loader = DataLoader(Rows(), 8, shuffle=True)
+while True:
+    losses = [0.0] * len(loader)
+    for index, rows in enumerate(loader):
+        step(rows)
+        losses[index] = 1.0
+""")
+    ended = home.fit("--memory", "640MiB")
+    assert ended.code == 0, ended.stderr
+    assert ended.found.verdict == "fits" and ended.found.micro_batch > 40, ended.found
+    assert any("does not bear a pass over its loader that goes on (IndexError" in note for note in ended.found.notes)
+
+
+@pytest.mark.slow
+def test_the_answer_bears_the_end_of_a_pass(home):
+    """Of 91 samples, 45 leave one, on which BatchNorm cannot train."""
+    home.write("train.py", TRAINING.replace("KIB = 256", "KIB = 1").replace("4096", "91") + """
+model = torch.nn.Sequential(torch.nn.BatchNorm1d(KIB * 256), model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(10**9 if len(sys.argv) < 2 else 1):
+    for rows in DataLoader(Rows(), int(sys.argv[1]) if len(sys.argv) > 1 else 7): step(rows)
+""")
+    found = home.fit("--memory", "900MiB", "--max", "45").found
+    assert found.verdict == "fits" and found.micro_batch == 44
+    for size, code in ((found.micro_batch, 0), (45, 1)):
+        assert peak_of([sys.executable, "train.py", str(size)], home)[1] == code
+
+
+@pytest.mark.slow
+def test_a_pass_of_the_answer_comes_to_an_update(home):
+    home.write("train.py", TRAINING.replace("KIB = 256", "KIB = 1").replace("4096", "64") + """
+while True:
+    for index, rows in enumerate(DataLoader(Rows(), 4)):
+        (model(rows) / 4).backward()
+        if (index + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""")
+    found = home.fit("--memory", "900MiB").found
+    assert found.verdict == "fits" and found.micro_batch == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "largest"), [(0, 40), (2, 20)])
+def test_an_iterable_dataset_bounds_the_batch(home, workers, largest):
+    home.write("train.py", TRAINING.replace("KIB = 256", "KIB = 1") + f"""
+class Lines(IterableDataset):
+    def __iter__(self):
+        part = torch.utils.data.get_worker_info()
+        return iter([torch.full((KIB * 256,), index / 40) for index in range(40)][part.id if part else 0::part.num_workers if part else 1])
+while True:
+    for rows in DataLoader(Lines(), 8, num_workers={workers}): step(rows)
+""")
+    found = home.fit("--memory", "900MiB").found
+    assert found.verdict == "fits" and found.micro_batch == largest == found.largest_tried, found
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_within_the_second_size(home):
+    home.write("train.py", TRAINING + "for rows, _ in zip(DataLoader(Rows(), 8), range(24)): step(rows)")
+    found = home.fit("--memory", "640MiB").found
+    assert found.verdict == "fits" and "the script's own end" in found.proved_with, found
+
+
+@pytest.mark.slow
 def test_the_scripts_own_argument(home):
     home.write("train.py", TRAINING + """
 import argparse

@@ -29,6 +29,8 @@ class Script:
     sample, leak, late, sizes_told, queue = 0.2 * MIB, 0.0, 0.0, 16, 0
     stops_after: int | None = None      # the budget ends after so many steps of a proof
     on_device = False
+    reads, pass_of = 1, 1 << 30         # batches of a step; samples of a pass over an iterable dataset
+    breaks_after: int | None = None     # it does not bear a pass that is held open for so many steps
 
     def __init__(self, bench, purpose, size=None):
         self.bench, self.proof = bench, purpose.startswith("prove")
@@ -46,6 +48,8 @@ class Script:
             self.peak = 0.0
         for _ in range(steps + (self.skip if skip is None else skip)):
             self.steps += 1
+            if self.breaks_after is not None and self.bench.asking.hold and self.steps > self.breaks_after:
+                raise TrialEnded(Outcome("crashed", "IndexError: list assignment index out of range"))
             self.held += self.leak * size
             if self.proof and self.stops_after is not None and self.steps > self.stops_after:
                 self.meter.late = True
@@ -55,7 +59,7 @@ class Script:
                 self.meter.exceeded_bytes = round(self.peak)
                 raise TrialEnded(Outcome("crashed", "killed with SIGKILL"))
         return Window(peak_bytes=round(self.peak), idle_bytes=round(300 * MIB + self.held), retries=0, steps=steps, timed=steps,
-                      seconds=steps * 0.001, samples=steps * size, delivered=size, evaluations=1, saves=1, cpu_share=1.0, heap_bytes=1)
+                      seconds=steps * 0.001, samples=steps * size * self.reads, delivered=min(size, self.pass_of), evaluations=1, saves=1, cpu_share=1.0, heap_bytes=1)
 
     @property
     def turn_steps(self):
@@ -64,8 +68,21 @@ class Script:
     def turn(self, size, steps):
         return self.run(size, steps, fresh=False, settle=True)
 
+    def went_on(self):
+        return True
+
     def finish(self):
         pass
+
+
+def told(loader=(), **facts):
+    """What a script says of itself, with these changes."""
+    def ask(self, question):
+        found = Script._ask(self, question)
+        if question == "fit":
+            found["loaders"][0].update(loader)
+        return found | (facts if question == "facts" else {})
+    return ask
 
 
 def search(monkeypatch, **changes) -> tuple[Search, Fit]:
@@ -140,3 +157,50 @@ def test_steady_memory_is_proved_as_before(monkeypatch):
     found, record = search(monkeypatch)
     assert record.verdict == "fits" and record.trial_count == 2 and record.growth_bytes_per_step is None and record.measured_batch is None
     assert record.proved_steps == 50 and record.proved_with == ["an evaluation", "a checkpoint"] and found.throughput.rates
+
+
+def test_no_pass_ends_with_a_single_sample_where_batchnorm_would_refuse_it(monkeypatch):
+    """An epoch that is held open has no last batch: the script would have ended with an error at the end of its first one."""
+    _, record = search(monkeypatch)
+    best = record.micro_batch
+    loader = {"length": 3 * best + 1, "drop_last": False}
+    for changes, answer in ((told(loader, modules=[{"batch_norms": 2}]), best - 1), (told(loader, modules=[{"batch_norms": 0}]), best),
+                            (told(loader | {"drop_last": True}, modules=[{"batch_norms": 2}]), best)):
+        _, record = search(monkeypatch, _ask=changes)
+        assert record.verdict == "fits" and record.micro_batch == answer, record.trials
+
+
+def test_a_pass_holds_the_batches_of_an_update(monkeypatch):
+    """A loop that steps behind every fourth batch of a pass never would, where a pass has three."""
+    _, record = search(monkeypatch, reads=4, _ask=told({"length": 4000}))
+    assert record.verdict == "fits" and record.micro_batch == 1000 == record.largest_tried
+    assert any("an update reads 4 batches" in one for one in record.advice)
+    _, record = search(monkeypatch, reads=4, _ask=told({"length": 40, "batch_size": 16}))
+    assert record.micro_batch == 16, "the script's own size is as it is"
+
+
+@pytest.mark.parametrize("steps", [3, 30])
+def test_a_script_that_does_not_bear_a_pass_that_goes_on_has_passes_as_they_are(monkeypatch, steps):
+    """`losses[i] = loss` in a list of len(loader): that was called a failure of the command, or ended the search at half of what fits."""
+    _, whole = search(monkeypatch)
+    found, record = search(monkeypatch, breaks_after=steps)
+    assert record.verdict == "fits" and record.trial_count <= 4 and record.micro_batch > 0.9 * whole.micro_batch, record
+    assert any("does not bear a pass over its loader that goes on (IndexError" in note for note in record.notes)
+    assert not found.bench.asking.hold and all(one.outcome != "failed" for one in record.trials)
+
+
+def test_a_size_that_an_iterable_dataset_never_gave_is_none(monkeypatch):
+    _, record = search(monkeypatch, pass_of=300, _ask=told({"iterable": True, "length": None}))
+    assert record.verdict == "fits" and record.micro_batch == 300 == record.largest_tried
+    assert any("gave no batch of more than 300 samples" in one for one in record.advice)
+    assert [one.micro_batch for one in record.throughput] == sorted({one.micro_batch for one in record.throughput}) and record.throughput[-1].micro_batch == 300
+
+
+def test_a_script_that_ends_is_not_one_that_refuses_a_size(monkeypatch):
+    def run(self, size, steps, **options):
+        if not self.proof and self.steps > 12:
+            raise TrialEnded(Outcome("too_short", "the script ended after 13 training steps"))
+        return Script.run(self, size, steps, **options)
+
+    _, record = search(monkeypatch, run=run)
+    assert record.verdict == "fits" and record.micro_batch > 16, record

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402 - after the check for torch
 
 from saturate.agent.context import Context  # noqa: E402
-from saturate.techniques import _refused_in_workers, loader_workers  # noqa: E402
+from saturate.techniques import _passes_with_workers, _refused_in_workers, loader_workers  # noqa: E402
 from saturate.techniques._given import MOST_HELD, Given  # noqa: E402
 
 HERE = os.getpid()
@@ -401,6 +401,45 @@ def test_what_fails_in_workers_alone_is_made_where_the_script_makes_it(capfd):
     finally:
         context.undo()
     assert "has raised RuntimeError over a batch of Rows" in capfd.readouterr().err
+
+
+class Curriculum(torch.utils.data.Dataset):
+    level = 0
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return index + 1000 * self.level
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_dataset_that_is_changed_within_a_pass_is_read_as_it_is_now(persistent, monkeypatch, capfd):
+    """Workers have a copy as it was when the pass began: the curriculum stood still until the next one."""
+    monkeypatch.setattr(_passes_with_workers, "LOOKED_S", 60.0, raising=False)      # however slow the machine is at the moment
+    loader_workers._say_once.cache_clear()
+
+    def read(workers):
+        torch.manual_seed(0)
+        context, dataset = Context(torch), Curriculum()
+        loader_workers.apply(context, loader_workers.Options(workers=2, persistent=persistent))
+        arguments = {"batch_size": 2, "shuffle": True, "num_workers": 0}
+        loader = DataLoader(dataset, **(arguments | (context.loader_rewrites[0](dataset, arguments, frozenset()) if workers else {})))
+        found, counts = [], []
+        try:
+            for _ in range(4):
+                counts.append(loader.num_workers)
+                for number, batch in enumerate(loader):
+                    found.append(batch.tolist())
+                    if number in (5, 12):
+                        dataset.level += 1
+        finally:
+            context.undo()
+        return found, counts
+
+    (plain, _), (found, counts) = read(False), read(True)
+    assert found == plain and counts == [2, 2, 0, 0]
+    assert capfd.readouterr().err.count("Curriculum or its collate_fn was changed within a pass") == 1
 
 
 def test_a_loader_of_a_list_is_known_again_and_the_list_is_let_go():

@@ -5,15 +5,17 @@ that draws from the same sampler, in the same order and with the same `drop_last
 it can change whenever the ranks stand at the gate. The loader itself stays as it is, so frameworks that rebuild loaders
 around a batch sampler (Accelerate, Trainer, Lightning) cannot resize twice.
 
-    plan: {"size": 64 | null, "loaders": [[description, factor], ...] | null, "largest": [index, ...]}
+    plan: {"size": 64 | null, "loaders": [[description, factor], ...] | null, "largest": [index, ...], "own": 32 | null, "bounded": false}
     gate: {"do": "go", ..., "fit": {any of the above, "hold": true, "first": true, "end": true, "fresh": true, "settle": true, ...}}
 
 `loaders` are those that feed the training (null: not known, all are resized; evaluation is recognised by disabled
-gradients). A loader is known again in another process by its description: the order of construction would do for a plain
-script, but a Trainer builds a new one for every evaluation. `hold` lets no epoch end while sizes are measured (the sampler
-begins again), `end` ends the running one, so that the script's evaluation and checkpoint come within reach. `first` makes
-the next batch of the samples in `largest`. `fresh` starts the device's peaks anew,
-`settle` gives freed memory back at the next gate, so that what is resident there is what is in use.
+gradients). `own` is the script's own size: loaders of an evaluation that have it, too, are resized with them, since one argument sets
+both more often than not. A loader is known again in another process by its description: the order of construction would do for
+a plain script, but a Trainer builds a new one for every evaluation. `hold` lets no epoch end while sizes are measured (the
+sampler begins again); where a script does not bear that, `bounded` lets a pass have no more batches than its own. `end` ends
+the running one, so that the script's evaluation and checkpoint come within reach. `first` makes the next batch of the samples
+in `largest`. `fresh` starts the device's peaks anew, `settle` gives freed memory back at the next gate, so that what is
+resident there is what is in use.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 from saturate.agent import extents, kinds, memory, seams
 from saturate.checkpoints.guards import holders
+from saturate.data.batches import tensors_of
 
 #: A loader feeds the training when it was read before at least this share of the backward passes that followed a read.
 FEEDING_SHARE = 0.5
@@ -78,7 +81,9 @@ class Batching:
         self.memory = memory.DeviceMemory(session)
         self.size: int | None = None
         self.factors: dict[str, float] | None = None    # by description, of the loaders that feed the training
-        self.hold = self.first = self.ending = self.settle = False
+        self.own: int | None = None
+        self.hold = self.first = self.ending = self.settle = self.bounded = False
+        self.held = 0                                   # passes that went on where they would have been over
         self.largest: list[int] = []
         self.saves = self.evaluations = 0
         self.scanning = False
@@ -97,6 +102,7 @@ class Batching:
         self.size = order.get("size", self.size)
         self.largest = order.get("largest", self.largest)
         self.hold = order.get("hold", self.hold)
+        self.own, self.bounded = order.get("own", self.own), order.get("bounded", self.bounded)
         if order.get("loaders") is not None:
             self.factors = dict(order["loaders"])
         self.first, self.ending, self.settle = bool(order.get("first")), bool(order.get("end")), bool(order.get("settle"))
@@ -125,6 +131,7 @@ class Batching:
             "dataset": type(loader.dataset).__name__, "batch_size": size if isinstance(size, int) else None,
             "collates": bool(loader._auto_collation), "sizes": [], "workers": loader.num_workers,
             "iterable": isinstance(loader.dataset, torch.utils.data.IterableDataset),
+            "drop_last": bool(getattr(sampler, "drop_last", False)),
             "length": _length(getattr(sampler, "sampler", None)) or _length(loader.dataset),
             "queue": loader.num_workers * (loader.prefetch_factor or 2),
         }
@@ -134,8 +141,10 @@ class Batching:
 
     def size_of(self, description: str) -> int | None:
         """How many samples its next batch has; None: as many as the script wants."""
-        if self.size is None or not self.trains(description) or not self.session.torch.is_grad_enabled():
+        if self.size is None:
             return None
+        if not self.trains(description) or not self.session.torch.is_grad_enabled():
+            return self.size if self.own is not None and self.kinds[description]["batch_size"] == self.own else None
         return max(1, round(self.size * (self.factors or {}).get(description, 1.0)))
 
     @property
@@ -144,13 +153,15 @@ class Batching:
 
     # -- from the session ------------------------------------------------------------------------------------------
 
-    def fetched(self, iterator: Any) -> None:
-        """A batch was delivered."""
+    def fetched(self, iterator: Any, batch: Any) -> None:
+        """This batch was delivered."""
         cutter = self.cutters.get(iterator)
         if cutter is None:
             return
         description = cutter.description
         size = cutter.drawn.popleft() if cutter.drawn else 0
+        if self.kinds[description]["iterable"]:
+            size = _came(self.session.torch, batch, size)
         self._recent.append(description)
         self._pending[description] = self._pending.get(description, 0) + size
         known = self.kinds[description]["sizes"]
@@ -190,7 +201,7 @@ class Batching:
         if self.settle:
             memory.give_back_freed(self.session)
         return {"samples": self.samples, "delivered": self.delivered, "saves": self.saves, "evaluations": self.evaluations,
-                "ending": self.ending, "device": self.memory.seen(), "heap_bytes": memory.heap_peak_bytes(self.session)}
+                "ending": self.ending, "held": self.held, "device": self.memory.seen(), "heap_bytes": memory.heap_peak_bytes(self.session)}
 
     def answer(self, question: str) -> Any:
         if question == "fit":
@@ -215,7 +226,9 @@ class Cutter:
         self._batching = batching
         self._sampler = loader._index_sampler
         self._drop_last = bool(getattr(self._sampler, "drop_last", False))
-        self._finite = _length(self._sampler) is not None
+        self._length = _length(self._sampler)
+        self._finite = self._length is not None
+        self._made = 0                      # batches of this pass
         self.context = loader.multiprocessing_context
         self._batches = batches
         self._left: list[Any] = []          # indices that were drawn and not handed on
@@ -229,6 +242,9 @@ class Cutter:
         if batching.ending and self._finite and self._trains():
             batching.ending = False
             raise StopIteration
+        if batching.bounded and self._finite and self._made >= self._length and self._trains():
+            raise StopIteration
+        self._made += 1
         size = batching.size_of(self.description)
         batch = self._next_list() if size is None else self._cut(size)
         if batch is None:
@@ -250,6 +266,7 @@ class Cutter:
         batch = next(self._batches, None)
         if batch is None and self._holds():
             self._batches = iter(self._sampler)
+            self._batching.held += 1
             batch = next(self._batches, None)       # a generator that can be read once gives no more
         return batch
 
@@ -273,6 +290,15 @@ def describe(loader: Any) -> str:
              getattr(sampler, "batch_size", None), bool(getattr(sampler, "drop_last", False)), loader.num_workers,
              getattr(collate, "__qualname__", type(collate).__qualname__))
     return "|".join(map(str, parts))
+
+
+def _came(torch: Any, batch: Any, asked: int) -> int:
+    """Samples in a batch of an iterable dataset, which has fewer than were asked for where the dataset ends: as many as its tensors are long,
+    unless one of them is as long, in any direction, as was asked."""
+    shapes = [tuple(tensor.shape) for tensor in tensors_of(torch, batch) if tensor.dim()]
+    if not shapes or any(asked in shape for shape in shapes):
+        return asked
+    return min(asked, max(shape[0] for shape in shapes))
 
 
 def _given(inspection: Any) -> str | None:

@@ -178,7 +178,7 @@ class Session(Guest):
         if self.asleep:
             return
         if self.batching is not None:
-            self.guard(self.batching.fetched, iterator)
+            self.guard(self.batching.fetched, iterator, batch)
         if self.capture is not None:
             self.guard(self.capture.saw_batch, batches.tensors_of(self.torch, batch), iterator)
         if not self.loaders_known:

@@ -7,6 +7,7 @@ an interrupted pack left: the same command goes on. Hugging Face `datasets` read
 from __future__ import annotations
 
 import argparse
+import collections
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ from pathlib import Path
 from saturate.cli._options import memory
 from saturate.cli._output import show_json, tell
 from saturate.errors import EnvironmentProblem, UsageError
+
+#: Endings of files that are left out which are told, the most frequent first; JSON has them all.
+MOST_ENDINGS = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +44,9 @@ def execute(arguments: argparse.Namespace) -> int:
     if real_destination == real_source or real_destination in real_source.parents or real_source in real_destination.parents:
         raise UsageError("SRC and DST lie in each other", remedy="pack into a folder outside of the source")
     source = open_source(source_path, arguments.kind)
+    left_out = collections.Counter(Path(name).suffix.lower() or "without an ending" for name in source.left_out)
+    if left_out:        # what is missing would be missed by nobody
+        tell(f"left out, as no {source.kind}: " + ", ".join(f"{count:,} {ending}" for ending, count in left_out.most_common(MOST_ENDINGS)) + "\n")
     began = time.monotonic()
     try:
         with bar(source.total_bytes) as progress:
@@ -51,7 +58,8 @@ def execute(arguments: argparse.Namespace) -> int:
     loader = pack.loader(source.schema, str(arguments.destination))
     on_gpu = [line.format(path=str(arguments.destination)) for line in pack.DALI_LOADER] if source.kind == "images" and dali.installed() else []
     record = Packed(source=str(arguments.source), destination=str(arguments.destination), kind=source.kind, rows=done.rows,
-                    bytes=done.bytes, shards=len(done.shards), resumed_rows=done.resumed_rows, seconds=round(seconds, 3), loader=loader, dali_loader=on_gpu)
+                    bytes=done.bytes, shards=len(done.shards), resumed_rows=done.resumed_rows, seconds=round(seconds, 3), loader=loader,
+                    left_out=dict(left_out), dali_loader=on_gpu)
     if arguments.json:
         show_json(record)
     else:

@@ -33,6 +33,8 @@ MOST_LEFT = 8
 MOST_FORKING_S = 0.25
 
 _LEAST_PRIORITY = 19
+#: Where memory runs out the kernel ends these first: each writes into its copy of the dataset, and the training can do without them.
+_FIRST_TO_GO = "1000"
 _WORD, _REACHED, _COUNT = struct.Struct("=q"), 0, 8      # what helpers share with the training, and where
 
 #: Of an operation each of whose results is computed by itself, or which computes nothing.
@@ -195,6 +197,8 @@ def _help(work: _Work, number: int) -> None:
     try:
         threading.Thread(target=_end_with, args=(work.training,), daemon=True).start()
         os.nice(_LEAST_PRIORITY)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write(_FIRST_TO_GO)
         work.run(number)
     finally:                                    # an item that cannot be made fails again where the training asks for it
         os._exit(0)

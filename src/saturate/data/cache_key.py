@@ -1,7 +1,8 @@
 """Which version of a dataset is it? A digest of everything that its items are made from, as far as that can be told.
 
     code        the bytecode of its class, and of the user's functions, classes and constants that this code names, and the
-                environment variables that it reads; libraries by the file that they come from, its size and time
+                environment variables that it reads; libraries, and modules that are imported when an item is made, by the file
+                that they come from, its size and time
     attributes  values, arrays by their bytes; functions with what they close over
     files       every attribute that names a file, by size and time; a folder with everything below it, and below folders that
                 links in it lead to
@@ -22,6 +23,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from saturate.data import module_files
 from saturate.data.code_names import ENVIRONMENT, environment_names, global_names
 
 #: Most bytes of arrays in memory that are hashed, and most files below folders that are looked at.
@@ -164,6 +166,9 @@ class _Walk:
         elif isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType, types.MethodDescriptorType,
                                 types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType)):
             self.add("builtin", getattr(value, "__module__", None), value.__qualname__)
+            self.source_of(getattr(value, "__module__", None) or "")        # of a compiled module, which may be the user's
+            if of_a_value(value):
+                self.value(value.__self__, depth)
         elif isinstance(value, functools.partial):
             self.value((value.func, value.args, value.keywords), depth)
         elif isinstance(value, (property, classmethod, staticmethod, functools.cached_property)):
@@ -360,6 +365,7 @@ class _Walk:
         for name in sorted(set(variables)):
             self.add("environment", name)
             self.value(os.environ.get(name), depth)
+        self.imported(code, namespace, depth)
         for name in global_names(code):
             found = namespace.get(name)
             if any(found is one for one in ENVIRONMENT.values()):
@@ -369,6 +375,25 @@ class _Walk:
                     self.value(meant, depth)
             elif name in namespace:
                 self.value(found, depth)
+
+    def imported(self, code: types.CodeType, namespace: dict[str, Any], depth: int) -> None:
+        """What the code imports when it runs: as if its names were globals where it is there already, otherwise by its files."""
+        names = module_files.named(code, namespace.get("__package__") or "")
+        for name in names:
+            module = sys.modules.get(name)
+            if module is not None and is_users(name):
+                for meant in named_in(module, code.co_names):
+                    self.value(meant, depth)
+            elif module is not None:
+                self.source_of(name)
+        for name, seen in module_files.behind([name for name in names if name not in sys.modules], _is_installed):
+            self.add("source", name, seen)
+
+
+def of_a_value(function: Any) -> bool:
+    """Whether it is a method of something that is told by what it holds: `names.get` of a dictionary."""
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, (dict, list, tuple, set, frozenset, str, bytes, bytearray)) or hasattr(owner, "dtype")
 
 
 def named_in(module: types.ModuleType, names: Iterable[str]) -> Iterator[Any]:

@@ -5,14 +5,18 @@
     4096    one word per sample: where its record lies (in units of 64 bytes) and how long it is; 0: not there
     ...     records: length, index and checksum, then the sample's bytes (see `cache_codec`)
 
-The words are memory-mapped. Records are written and read with pwrite and pread: the same pages of the same page cache
-as a mapping has, at one copy each, but a full disk or a bad sector is an OSError there and a SIGBUS in a mapping,
-which kills the training. A record is published by one aligned eight-byte write of its word after its data, so a
-process killed at any byte leaves at most unused space; a word or record that is damaged is a miss.
+All of it is written and read with pwrite and pread: the same pages of the same page cache as a mapping has, at one copy
+each, but a full disk, a bad sector, or a file that was cut or is gone from its server is an OSError or too few bytes
+there and a SIGBUS in a mapping, which kills the training. A record is published by one aligned eight-byte write of its
+word after its data, so a process killed at any byte leaves at most unused space; a word or record that is damaged is a
+miss. Where the disk, or what its user may have of it, is full, half of what is stored is given back: the training writes
+there as well.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -20,7 +24,7 @@ import secrets
 import struct
 import threading
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +68,10 @@ class Dropped(Unusable):
     """An earlier reader found that this version of the dataset changes between reads."""
 
 
+class Foreign(Unusable):
+    """It belongs to another user, who goes on with it."""
+
+
 class Store:
     """An open store. Use `create` or `attach`."""
 
@@ -75,11 +83,7 @@ class Store:
         self._fd = descriptor
         self._salt = zlib.crc32(key)
         self._checked = bytearray(slots)        # read before in this process, and found whole
-        self._map = mmap.mmap(descriptor, _table_end(slots), access=mmap.ACCESS_READ)
-        view = memoryview(self._map)
-        self._words = view[_TABLE:_TABLE + 8 * slots].cast("Q")
-        self._state = view[_END:_END + 16].cast("Q")
-        _, _, _, self.limit_bytes, self.share = _FIXED.unpack_from(view)
+        _, _, _, self.limit_bytes, self.share = _FIXED.unpack(os.pread(descriptor, _FIXED.size, 0))
         self._before = self._counters()
         self._counting, self._counter, self._counted = 0, 0, (0, 0)     # by which process, and where
 
@@ -93,11 +97,11 @@ class Store:
         return 0 <= index < self.slots and (self.share >= WHOLE or _mixed(index) < self.share)
 
     def holds(self, index: int) -> bool:
-        return self._words[index] != 0
+        return 0 <= index < self.slots and self._number(_TABLE + 8 * index) != 0
 
     def get(self, index: int) -> memoryview | None:
         """The record's bytes, valid until this thread's next `get`; None: not there, or damaged."""
-        word = self._words[index]
+        word = self._number(_TABLE + 8 * index)
         if not word:
             return None
         offset, room = (word & ((1 << _OFFSET_BITS) - 1)) * _UNIT, (word >> _OFFSET_BITS) * _UNIT
@@ -105,12 +109,13 @@ class Store:
             return None
         view = _scratch(room)
         try:
-            if os.preadv(self._fd, [view], offset) < _HEAD.size:
-                return None
+            there = os.preadv(self._fd, [view], offset)
         except OSError:
             return None                 # a bad sector, a file server that went away: the source still has it
+        if there < _HEAD.size:
+            return None
         length, owner, check = _HEAD.unpack_from(view)
-        if owner != index or length > room - _HEAD.size:
+        if owner != index or length > there - _HEAD.size:       # cut: what lies behind it was read before, of another sample
             return None
         record = view[_HEAD.size:_HEAD.size + length]
         if not self._checked[index]:
@@ -140,10 +145,30 @@ class Store:
                 self._checked[index] = 0
                 os.pwrite(self._fd, _WORD.pack(_units(parts) << _OFFSET_BITS | offset // _UNIT), _TABLE + 8 * index)
                 offset += _UNIT * _units(parts)
-        except OSError:
-            self.full = True            # no space, no quota, a limit on file sizes: what is stored stays
+        except OSError as error:
+            self.full = True            # no space, no quota, a limit on file sizes
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                with contextlib.suppress(OSError):
+                    self._give_back()
             return 0
         return len(samples)
+
+    def _give_back(self) -> None:
+        """Cut the file to half of its records, and let nobody store any more: what is free for its user is not told beforehand where there
+        are quotas, and others fill a disk as well."""
+        with self._alone():
+            end = self._number(_END)
+            if end >= self.limit_bytes:
+                return                  # somebody has done it
+            self._note(_WORD.pack(self.limit_bytes), _END)
+            words = memoryview(os.pread(self._fd, 8 * self.slots, _TABLE)).cast("Q")
+            starts = {index: (word & ((1 << _OFFSET_BITS) - 1)) * _UNIT for index, word in enumerate(words) if word}
+            middle = (_table_end(self.slots) + end) // 2
+            cut = min((start for start in starts.values() if start >= middle), default=end)
+            for index, start in starts.items():
+                if start >= cut:
+                    self._note(_WORD.pack(0), _TABLE + 8 * index)
+            os.ftruncate(self._fd, cut)
 
     def _record(self, index: int, parts: list[bytes]) -> list[bytes]:
         """A record with its head, in whole units."""
@@ -153,20 +178,37 @@ class Store:
     def _write(self, parts: list[bytes], offset: int) -> bool:
         if len(parts) > _MOST_PIECES:
             parts = [b"".join(parts)]
-        return os.pwritev(self._fd, parts, offset) == sum(map(len, parts))
+        size, written = sum(map(len, parts)), os.pwritev(self._fd, parts, offset)
+        if written < size:              # the rest of it tells why
+            written += os.pwrite(self._fd, b"".join(parts)[written:], offset + written)
+        return written == size
 
     def _append(self, size: int) -> int | None:
         """Take `size` bytes at the end of the file: their offset, or None beyond the limit."""
+        with self._alone():
+            end = self._number(_END)
+            if not _table_end(self.slots) <= end <= self.limit_bytes - size:
+                return None
+            os.pwrite(self._fd, _WORD.pack(end + size), _END)
+            return end
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else moves the end of the records meanwhile."""
         with _appending:                # lockf keeps processes apart, not threads
             fcntl.lockf(self._fd, fcntl.LOCK_EX, 8, _END)
             try:
-                (end,) = _WORD.unpack(os.pread(self._fd, 8, _END))
-                if end + size > self.limit_bytes:
-                    return None
-                os.pwrite(self._fd, _WORD.pack(end + size), _END)
-                return end
+                yield
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 8, _END)
+
+    def _number(self, place: int) -> int:
+        """What stands there; 0 where the file was cut, or is gone from its server."""
+        try:
+            data = os.pread(self._fd, _WORD.size, place)
+        except OSError:
+            return 0
+        return int(_WORD.unpack(data)[0]) if len(data) == _WORD.size else 0
 
     def _checksum(self, length: int, index: int, parts: list[Any]) -> int:
         value = zlib.crc32(struct.pack("<QQ", length, index), self._salt)
@@ -178,12 +220,12 @@ class Store:
 
     @property
     def dropped(self) -> bool:
-        return self._state[1] != 0
+        return self._number(_DROPPED) != 0
 
     @property
     def reason(self) -> str:
         """Why it was dropped."""
-        return bytes(self._map[_REASON:_REASON + _MOST_REASON]).rstrip(b"\0").decode("utf-8", "replace")
+        return os.pread(self._fd, _MOST_REASON, _REASON).rstrip(b"\0").decode("utf-8", "replace")
 
     def drop(self, reason: str) -> None:
         """Nobody may use it any more."""
@@ -216,11 +258,16 @@ class Store:
         return sum(read), sum(stored)
 
     def _counters(self) -> list[Any]:
-        return list(_COUNTER.iter_unpack(self._map[_COUNTERS:_COUNTERS + _COUNTER_SLOTS * _COUNTER.size]))
+        size = _COUNTER_SLOTS * _COUNTER.size
+        try:
+            data = os.pread(self._fd, size, _COUNTERS)
+        except OSError:
+            data = b""
+        return list(_COUNTER.iter_unpack(data.ljust(size, b"\0")))
 
     @property
     def used_bytes(self) -> int:
-        return self._state[0]
+        return min(self._number(_END), os.fstat(self._fd).st_size)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
@@ -243,7 +290,7 @@ def create(folder: Path | None, name: str, key: bytes, slots: int, limit_bytes: 
             return attach(str(path), key, slots)
         except FileNotFoundError:
             return _create_file(path, fixed, key, slots)
-        except Dropped:
+        except (Dropped, Foreign):
             raise
         except Unusable:
             path.unlink()               # of another version that happens to have this name, or damaged
@@ -258,7 +305,7 @@ def attach(path: str, key: bytes, slots: int) -> Store:
     try:
         seen = os.fstat(descriptor)
         if seen.st_uid != os.geteuid():
-            raise Unusable(f"{path} belongs to another user")
+            raise Foreign(f"{path} belongs to another user")
         head = os.pread(descriptor, _END, 0)
         if len(head) < _END or seen.st_size < _table_end(slots) or zlib.crc32(head[:_CHECK]) != _word32(head, _CHECK):
             raise Unusable(f"{path} is damaged")
@@ -306,7 +353,7 @@ def path_of(folder: Path, name: str) -> Path:
 
 def make_room(folder: Path, limit_bytes: int, keep: Collection[str] = ()) -> int:
     """Before a store is made: remove those that were used longest ago until the others, but for the paths in `keep`, take at most
-    half of the limit; how many went. Processes that have a removed one open keep it."""
+    half of the limit; how many went. Processes that have a removed one open keep it. Those of other users stay."""
     stores = []
     for path in folder.glob(f"*{SUFFIX}"):
         if str(path) in keep:
@@ -315,6 +362,8 @@ def make_room(folder: Path, limit_bytes: int, keep: Collection[str] = ()) -> int
             seen = path.stat()
         except FileNotFoundError:
             continue                    # another process makes room as well
+        if seen.st_uid != os.geteuid():
+            continue                    # of somebody who shares the folder
         stores.append((seen.st_mtime, seen.st_blocks * 512, path))
     total, removed = sum(size for _, size, _ in stores), 0
     for _, size, path in sorted(stores):

@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from saturate.data.cache_key import is_users, named_in
+from saturate.data.cache_key import is_users, named_in, of_a_value
 from saturate.data.code_names import global_names, unseeded
 
 #: Share of the time that goes into glances, and how many seconds more.
@@ -193,7 +193,10 @@ def _inside(thing: Any) -> list[Any]:
         return list(reached(thing))
     if isinstance(thing, type):
         return _of_class(thing)
-    if isinstance(thing, (types.ModuleType, types.BuiltinFunctionType, logging.Logger)):      # a logger leads to all others
+    if isinstance(thing, (types.BuiltinFunctionType, types.MethodWrapperType)):
+        owner = getattr(thing, "__self__", None)
+        return [owner] if of_a_value(thing) or is_generator(owner) else []
+    if isinstance(thing, (types.ModuleType, logging.Logger)):      # a logger leads to all others
         return []
     own = getattr(thing, "__dict__", None)
     if not isinstance(own, dict):

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from saturate.errors import EnvironmentProblem, UsageError
 MANIFEST, STATE, INFO, LOCK = ".pack.json", "state.json", "dataset_info.json", ".pack.lock"
 #: Of the manifest, and of how rows are made of a source: what another version began would be gone on with in other rows.
 VERSION = 2
+
+#: A shard that was being written.
+PART = re.compile(r"data-\d{5,}\.arrow\.part")
 
 #: Bytes of one shard, unless the user wants another size: few enough files, small enough to copy and to redo.
 SHARD_BYTES = 256 * 2**20
@@ -140,8 +144,9 @@ def _alone(destination: Path) -> Iterator[None]:
 
 def _finished(source: Source, destination: Path, shard_bytes: int) -> list[Shard]:
     """The shards of an earlier call, and the plan of this one on disk."""
-    for left in (*destination.glob("*.part"), *destination.glob(f"{durable.TEMPORARY}*")):
-        left.unlink()
+    for left in destination.iterdir():
+        if PART.fullmatch(left.name) or left.name.startswith(durable.TEMPORARY):      # nothing that somebody else put there
+            left.unlink()
     path = destination / MANIFEST
     if not path.exists():
         _put(path, _manifest(source, shard_bytes, []))

@@ -42,6 +42,7 @@ class Source:
     schema: Any                                         # pyarrow.Schema
     batches: Callable[[int], Iterator[Batch]]
     features: dict[str, Any] = field(default_factory=dict)     # as Hugging Face datasets write them; {}: from the schema
+    left_out: tuple[str, ...] = ()                      # files of other kinds, by their names below the source
 
     @property
     def total_bytes(self) -> int:

@@ -7,6 +7,7 @@ import re
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -50,10 +51,13 @@ def _opened(path: Path, kind: str | None) -> Source:
     if not files:
         raise UsageError(f"no {kind} files in {path}", cause=f"looked for {', '.join(sorted(endings))}",
                          remedy="name another folder, or another --kind")
+    if kind != "images":
+        _refuse_parts(files, kind)
     source = {"images": _images, "text": _text, "csv": csv_source, "parquet": parquet_source}[kind](path, files)
     if kind in TABLES.values():
         _refuse_partitions(files, source.schema.names)
-    return source
+    taken = set(files)
+    return replace(source, left_out=tuple(one.name for one in found if one not in taken))
 
 
 def _refuse_partitions(files: list[File], columns: list[str]) -> None:
@@ -66,6 +70,24 @@ def _refuse_partitions(files: list[File], columns: list[str]) -> None:
             raise UsageError(f"a column stands in the names of folders, not in the files: {lost}", evidence=file.name,
                              cause="files are packed with the columns that they hold, so its values would be lost",
                              remedy="write it into the files: pyarrow.dataset.dataset(SRC, partitioning='hive') reads both; or pack each folder apart")
+
+
+def _refuse_parts(files: list[File], kind: str) -> None:
+    """train.csv and test.csv, or data/train-00000-of-00002.parquet beside data/test-00000-of-00001.parquet: behind one another, the rows
+    of the test would be trained on, and nothing would tell them from the others. Of a corpus of texts, some may be called so."""
+    for ending in sorted({file.path.suffix for file in files}):
+        names = [file.name for file in files if file.path.suffix == ending]
+        parts = {part: name for name in reversed(names) if (part := _part(name))}
+        if len(parts) > 1 and (kind in TABLES.values() or all(map(_part, names))):
+            raise UsageError(f"its files are parts of a dataset, not one: {', '.join(sorted(parts))}", evidence=", ".join(sorted(parts.values())),
+                             cause="all rows would lie behind one another, those for testing among those for training",
+                             remedy=f"pack each by itself: SRC/{min(parts.values())}, or a folder that holds one part")
+
+
+def _part(name: str) -> str:
+    """Of which part of a dataset a file is, by the folders that it lies in and by the words of its own name; "": it does not say."""
+    path = Path(name.lower())
+    return next((word for word in (*path.parts[:-1], *re.split(r"[-_.\s]+", path.stem)) if word in SPLITS), "")
 
 
 def _refuse_splits(files: list[File], classes: list[str]) -> None:

@@ -275,8 +275,13 @@ def _advice_on_loaders(loaders: list[LoaderBatch]) -> list[str]:
 def _advice_on_dataset(search: Search, answer: int | None) -> list[str]:
     """No batch holds more samples than a pass over the loader: what ended the search was not memory."""
     length = search.loader.get("length")
-    if answer is None or answer != length:
+    if answer is None or answer != (search.most if search.loader.get("iterable") else length):
+        if search.reads > 1 and length and answer == length // search.reads:
+            return [f"an update reads {search.reads} batches, and its loader gives {length:,} samples in a pass, so no larger batch was tried: a loop that "
+                    "counts its batches anew in each pass might never come to an update"]
         return []
+    if length is None:
+        return [f"a pass over its loader, or the part of it that a worker makes, gave no batch of more than {answer:,} samples: more of them may fit"]
     return [f"its loader gives {length:,} samples in a pass, so no larger batch was tried: more of them may fit"]
 
 

@@ -204,13 +204,23 @@ class KnobSearch(Search):
     def _check_delivered(self, window: Window, size: int) -> None:
         """What is read need not come from a DataLoader."""
 
-    def _rounded(self, size: int) -> int:
-        return rounded(size, self.own)
+    @property
+    def _is_the_batch(self) -> bool:
+        """Whether the argument is the batch of the loader, not of all ranks or of several micro-steps."""
+        return self.first is not None and self.first[0] == self.first[1]
 
-    def _propose(self) -> int | None:
-        size = super()._propose()
-        size = None if size is None else self._rounded(size)
-        return None if size is None or size <= (self.best or 0) else size
+    def _rounded(self, size: int) -> int:
+        size = rounded(size, self.own)
+        while self._is_the_batch and (spared := self._spared(size)) < size:
+            size = rounded(spared, self.own)
+        return size
+
+    def _learn_reads(self, size: int, samples: int, steps: int) -> None:
+        if self._is_the_batch:
+            super()._learn_reads(size, samples, steps)
+
+    def _really(self, size: int, delivered: int) -> int:
+        return size
 
     def _keep_measured(self, size: int, window: Window, began: float) -> None:
         super()._keep_measured(size, window, began)

@@ -35,6 +35,8 @@ class Asking:
     loaders: list[tuple[str, float]] | None = None
     largest: list[int] = field(default_factory=list)
     queue: int = 0                          # batches that loader workers are ahead
+    own: int | None = None                  # the batch of the script's loader
+    hold: bool = True                       # no pass ends before it is to; False: they end as they do by themselves
 
 
 class MeteredBench(Bench):
@@ -81,7 +83,8 @@ class Process:
 
     def __init__(self, bench: MeteredBench, purpose: str, size: int | None = None):
         self.bench, self.asking = bench, bench.asking
-        bench.agent_plan = {"fit": {"size": size, "loaders": self.asking.loaders, "largest": self.asking.largest}}
+        bench.agent_plan = {"fit": {"size": size, "loaders": self.asking.loaders, "largest": self.asking.largest, "own": self.asking.own,
+                                    "bounded": not self.asking.hold}}
         self.trial, self.hello = bench.ready(purpose, ())
         assert bench.meter is not None
         self.meter = bench.meter
@@ -122,8 +125,8 @@ class Process:
         already (they are of this size, too: behind `skip`). `first`: a batch of the largest samples among them. `end`: the epoch
         ends before they come. `fresh`: the peak begins anew. `settle`: `idle_bytes` is what is in use, not what allocators keep."""
         asking, trial = self.asking, self.trial
-        order: dict[str, Any] = {"size": size, "hold": True, "first": first and bool(asking.largest), "end": end, "fresh": fresh,
-                                 "settle": settle}
+        order: dict[str, Any] = {"size": size, "own": asking.own, "hold": asking.hold, "bounded": not asking.hold,
+                                 "first": first and bool(asking.largest), "end": end, "fresh": fresh, "settle": settle}
         if asking.loaders is not None:
             order["loaders"] = asking.loaders
         if first:
@@ -165,6 +168,11 @@ class Process:
             samples=samples, delivered=max(one["delivered"] for one in told), evaluations=max(one["evaluations"] for one in told),
             saves=max(one["saves"] for one in told), cpu_share=cpu_share,
         )
+
+    def went_on(self) -> bool:
+        """Whether a pass over its loader was held open where it would have been over."""
+        told = [*(gate["fit"] for gate in self.trial.gates), *(notice["fit"] for notice in self.trial.server.notices if "fit" in notice)]
+        return any(one["held"] for one in told)
 
     def device_limit_bytes(self) -> int:
         """What the allocator of the fullest device can have: what it holds, and what nobody does."""

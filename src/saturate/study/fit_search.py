@@ -38,6 +38,9 @@ MOST_PROOFS = 3
 #: Shares of the budget: what throughput may take; what is left when a proof is cut short.
 THROUGHPUT_SHARE, RESERVE = 0.4, 0.25
 
+#: What a process answers that did not bear how it was driven.
+AGAIN = "again"
+
 NOT_PROVED = "anything but a few steps: it was measured, not proved"
 GROWS = "memory grows from step to step: throughput was not measured in what is left"
 
@@ -61,7 +64,7 @@ class Search(State):
 
     def _rounded(self, size: int) -> int:
         """A size that is worth a process: the loader takes any."""
-        return size
+        return self._spared(size)
 
     def _asked_of(self, size: int) -> int | None:
         """What the loader is asked for."""
@@ -75,7 +78,7 @@ class Search(State):
         seen = process.trial.ask("fit")
         self.kinds, self.world_size = seen["kinds"], process.world_size
         self._choose(seen["loaders"])
-        self.own = self.loader["batch_size"]
+        self.own = self.bench.asking.own = self.loader["batch_size"]
         self._know_own()
         self.most = min(self.loader["length"] or UNBOUNDED, self.asked_most or UNBOUNDED)
         return start or min(self.own or 1, self.most)
@@ -87,6 +90,8 @@ class Search(State):
         start: int | None = None
         while True:
             outcome = self._measure_from(start)
+            if outcome == AGAIN and not self.points:
+                continue
             if outcome != "out_of_memory" or self.points or start == 1 or self.trials >= MOST_TRIALS:
                 return
             start = self._smaller() if start is None else 1
@@ -107,11 +112,15 @@ class Search(State):
                 size, began = next_size, time.monotonic()
                 window = self._probe(process, size)
                 self._check_delivered(window, size)
+                size = self._really(size, window.delivered)
+                self._learn_reads(size, window.samples, window.timed)
                 self._keep_measured(size, window, began)
                 next_size = self._next_probe() if self.left_s() > 20 * window.step_s else None
         except TrialEnded as ended:
             watch = self.bench.meter
             output = process.trial.output() if process is not None else ended.outcome.reason
+            if self._lets_go(process, ended, output):
+                return AGAIN
             if not self.points and start is None and verdict_of(ended, watch, output)[0] == "failed":
                 raise
             return self._lost(size, "measure", began, ended, output)
@@ -140,12 +149,13 @@ class Search(State):
     def _next_probe(self) -> int | None:
         if not self.points or self.idle_bytes is None:
             return None
-        return memory_model.next_probe(self.points, self.idle_bytes, self.goal_bytes, self.most)
+        size = memory_model.next_probe(self.points, self.idle_bytes, self.goal_bytes, self.most)
+        return None if size is None else self._rounded(size)
 
     def _check_delivered(self, window: Window, size: int) -> None:
         if not window.delivered or not window.samples:
             raise Refused("its training does not read a batch for every step")
-        if window.delivered < size:
+        if window.delivered < size and not self.loader.get("iterable"):
             raise Refused(f"its DataLoader was asked for batches of {size} and made batches of {window.delivered}")
 
     # -- proving ---------------------------------------------------------------------------------------------------
@@ -172,6 +182,11 @@ class Search(State):
         return self.best if self._in_place() and missing else None
 
     def _propose(self) -> int | None:
+        size = self._proposed()
+        size = None if size is None else self._rounded(size)
+        return None if size is None or size <= (self.best or 0) else size
+
+    def _proposed(self) -> int | None:
         last = self.trials + 1 >= MOST_TRIALS
         lost = any(one.purpose == "prove" and one.outcome == "out_of_memory" for one in self.tried)
         if not self.proofs and (self.growth or lost or (last and self.failed)):
@@ -219,6 +234,8 @@ class Search(State):
             output = process.trial.output() if process is not None else ended.outcome.reason
             if measuring:
                 return self._lost_measuring(ended, output)
+            if self._lets_go(process, ended, output):
+                return size
             if self._lost(size, "prove", began, ended, output, steps=self.trail[-1][0] if self.trail else 0) != "out_of_memory":
                 return None
             self._learn_growth(size, PROOF_STEPS, memory_growth.RISES - 1)
@@ -227,6 +244,18 @@ class Search(State):
             if process is not None:
                 process.finish()
         return again
+
+    def _lets_go(self, process: Process | None, ended: TrialEnded, output: str) -> bool:
+        """Whether the process may have ended by itself because a pass over its loader was held open (a list that is as long as the pass, a
+        schedule of so many steps). Then none is held any more."""
+        asking = self.bench.asking
+        if process is None or not asking.hold or self.trials >= MOST_TRIALS or ended.outcome.kind == "too_short" \
+                or verdict_of(ended, self.bench.meter, output)[0] != "failed" or not process.went_on():
+            return False
+        asking.hold = False
+        self.notes.append(f"the script does not bear a pass over its loader that goes on ({ended.outcome.reason}): passes end as they do by themselves")
+        self.say(f"  {self.notes[-1]}")
+        return True
 
     def _lost_measuring(self, ended: TrialEnded, output: str) -> int | None:
         """The process ended while throughput was measured. For its memory: then the size that ran is no answer after all. Not so on
@@ -259,7 +288,7 @@ class Search(State):
         """Run one size for the steps of a proof, with the largest samples, and with an evaluation and a checkpoint where the
         script has them. Whether the script has ended meanwhile."""
         predicted = round(memory_model.line(self.points, self.idle_bytes).peak_bytes(size))
-        steps = 0 if fresh else process.steps_so_far
+        steps, delivered = 0 if fresh else process.steps_so_far, 0
         window, over, whole, self.trail = None, False, False, []
         try:
             while window is None or steps < PROOF_STEPS:       # a process may have run as many before its first gate
@@ -267,6 +296,7 @@ class Search(State):
                 window = process.run(self._asked_of(size), block, first=not same, fresh=fresh and not same,
                                      skip=SAME_SKIP if same else None)
                 self._saw_block(size, window)
+                delivered = max(delivered, window.delivered)
                 steps += block + (SAME_SKIP if same else 0)
                 self.trail.append((steps, window.peak_bytes))
                 if self._judged(window.peak_bytes, window.retries) != "fits" or self.left_s() < RESERVE * self.budget_s:
@@ -279,6 +309,7 @@ class Search(State):
                 raise
             window, over, whole = process.at_its_end(window), True, not fresh
             steps = max(steps, process.steps_at_its_end() if not fresh else 0)
+        size = self._really(size, delivered)
         outcome = self._judged(window.peak_bytes, window.retries)
         self._note(size, outcome, "prove", began, steps, window.peak_bytes)
         if not whole:
@@ -333,7 +364,8 @@ class Search(State):
     def _throughput(self, process: Process) -> None:
         """Samples per second at a few sizes up to the best; a knee below it is proved where it is to be the answer."""
         assert self.best is not None
-        self.throughput.measure(process, sizes_up_to(self.best, self.own),
+        sizes = sorted({self._rounded(size) for size in sizes_up_to(self.best, self.own)})
+        self.throughput.measure(process, sizes,
                                 min(THROUGHPUT_SHARE * self.budget_s, 0.8 * self.left_s()), self.say)
         knee = self.throughput.knee
         if self.target == "throughput" and knee is not None and knee != self.best:

@@ -57,6 +57,7 @@ class State:
     say: Callable[[str], None]
     own: int | None = None              # the script's own size
     most: int = UNBOUNDED
+    reads: int = 1                      # batches of the loader in an update
     loader: dict[str, Any] = field(default_factory=dict)
     feeding: list[dict[str, Any]] = field(default_factory=list)     # all loaders that a step reads, the one above first
     facts: dict[str, Any] = field(default_factory=dict)
@@ -172,6 +173,30 @@ class State:
                 self.tried[index] = _with_size(one, self.own)
                 self._fails(self.own)
 
+    def _spared(self, size: int) -> int:
+        """This size, or the next one below it with which no pass ends with a batch of one sample: BatchNorm cannot train on that."""
+        length, own = self.loader.get("length"), self.own
+        norms = any(module["batch_norms"] for module in self.facts.get("modules", ()))
+        if not length or not norms or self.loader.get("drop_last", True) or (own and length % own == 1):
+            return size
+        while size > 2 and length % size == 1:
+            size -= 1
+        return size
+
+    def _learn_reads(self, size: int, samples: int, steps: int) -> None:
+        """A pass must have as many batches as an update reads: a loop that counts its micro-steps anew in each pass would never come to
+        one."""
+        self.reads = max(1, round(samples / max(1, steps * size * self.world_size)))
+        if self.reads > 1 and self.loader.get("length"):
+            self.most = min(self.most, max(self.own or 1, self.loader["length"] // self.reads))
+
+    def _really(self, size: int, delivered: int) -> int:
+        """The batch that came where `size` was asked for. A pass over an iterable dataset, or a worker's part of it, may hold fewer."""
+        if not self.loader.get("iterable") or not 0 < delivered < size:
+            return size
+        self.most = min(self.most, delivered)
+        return delivered
+
     def _scan(self, process: Process) -> None:
         """Find the largest samples, so that a batch of them is among those that count."""
         if not self.extents and self.bench.asking.loaders:
@@ -225,7 +250,7 @@ class State:
         outcome, reason = verdict_of(ended, watch, output)
         self._note(size, outcome, purpose, began, steps, peak=watch.exceeded_bytes if watch is not None else None, reason=reason)
         others = any(point.micro_batch != self.own for point in self.points)
-        if outcome == "failed" and size is not None and size != self.own and not others:
+        if outcome == "failed" and ended.outcome.kind != "too_short" and size is not None and size != self.own and not others:
             raise Refused(f"it does not work with a batch of {size} instead of {self.own or 'its own'}: {ended.outcome.reason}")
         return outcome
 

@@ -42,6 +42,7 @@ from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, find_unfinished, new_run
 from saturate.study.verification import Verifier, budget_needed, too_slow
 from saturate.techniques import _registry
+from saturate.trial import planning
 from saturate.trial.process import TrialEnded, Workload
 
 AA = Limits(max_pairs=2, min_rounds=6, max_rounds=10)
@@ -165,6 +166,7 @@ def _conclude(study: Study, interrupted: bool) -> StudyRecord:
             # Asked again, what failed is tried again from the start; where the machine was at fault, it goes on.
             if not interrupted and (isinstance(study.error, StudyDamaged) or not isinstance(study.error, EnvironmentProblem)):
                 study.store.set_meta("finished", True)
+                planning.forget_samples(study.request.directory)
     except SaturateError as error:
         study.error = study.error or error
     return record

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import traceback
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from saturate.data.glance import Watch
+from saturate.data.glance import LOOKED, LOOKED_S, Watch
 from saturate.techniques._drawn_ahead import DrawnAhead, generators_of, set_state, state_of
 from saturate.techniques._given import Given
 from saturate.techniques._loaders import samplers_in
@@ -45,6 +46,27 @@ def _keep_order(context: Any, ours: Callable[[Any], bool]) -> None:
     context.set_attribute(iterator, "_reset", reset)
 
 
+class _Copied:
+    """What workers have a copy of since a pass began, looked at now and then while it lasts: a script that changes it meanwhile (a
+    curriculum that goes on with each step) would get batches of what it was."""
+
+    def __init__(self, loader: Any):
+        self.loader = weakref.ref(loader)
+        self._things = loader.dataset, loader.collate_fn
+        self._watch, self._began, self._spent_s = Watch(), time.perf_counter(), 0.0
+        self._as_copied = self._look()
+
+    def _look(self) -> Any:
+        seen = self._watch.within(LOOKED * (time.perf_counter() - self._began) + LOOKED_S - self._spent_s, *self._things)
+        self._spent_s += self._watch.took_s
+        return seen
+
+    def changed(self) -> bool:
+        """False also where that cannot be told."""
+        now = self._look() if self._as_copied is not None else None
+        return now is not None and now != self._as_copied
+
+
 class _Begun:
     """A sampler whose iterator is there: one that draws where it is asked for it must not be asked twice."""
 
@@ -63,6 +85,8 @@ def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None
     waiting: weakref.WeakSet[Any] = weakref.WeakSet()      # iterators whose workers have nothing to do before the first `next`
     orders: weakref.WeakKeyDictionary[Any, DrawnAhead] = weakref.WeakKeyDictionary()
     passes = Passes(context.torch)
+    copied: weakref.WeakKeyDictionary[Any, _Copied] = weakref.WeakKeyDictionary()
+    changed: weakref.WeakSet[Any] = weakref.WeakSet()      # loaders whose datasets were changed within a pass
 
     def begin(started: Any) -> None:
         waiting.discard(started)
@@ -88,6 +112,7 @@ def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None
         if order.draws:
             self._sampler_iter = orders[self] = order
         passes.began(self, loader)
+        copied[self] = _Copied(loader)
         waiting.add(self)
 
     @functools.wraps(next_data)
@@ -96,6 +121,16 @@ def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None
             begin(self)
         if self in orders:
             orders[self].reached()
+        if self in copied and passes.goes_on(self) and copied[self].changed():
+            loader = copied.pop(self).loader()
+            if self in orders:
+                orders.pop(self).settle()
+            say(f"{type(self._dataset).__name__} or its collate_fn was changed within a pass, of which workers have a copy: its batches are made in the "
+                "training process from here on")
+            again = loader in changed
+            if loader is not None:
+                changed.add(loader)
+            return passes.go_on_here(self, None, for_good=again)
         try:
             with passes.waits(self):
                 batch = next_data(self)

@@ -188,13 +188,19 @@ class Passes:
         found = (said for refusal, said in _REASONS.items() if refusal in str(error))
         return next((f"{dataset} or its collate_fn {said}: there are none" for said in found), "")
 
-    def go_on_here(self, iterator: Any, error: BaseException | Failure) -> Any:
-        """The batch that has failed. Those after it, of later passes too, come without workers."""
+    def goes_on(self, iterator: Any) -> bool:
+        """Whether the training process could."""
+        return iterator in self._asked and not iterator._shutdown
+
+    def go_on_here(self, iterator: Any, error: BaseException | Failure | None, for_good: bool = True) -> Any:
+        """The batch that has failed, or comes next. Those after it come without workers; those of later passes, too, if it is `for_good`."""
         asked, held = self._asked.pop(iterator)
         loader = held()
-        if loader is not None:
+        if loader is not None and for_good:
             without_workers(loader)
-        if lost(iterator, error):
+        elif loader is not None:
+            loader._iterator = None
+        if error is not None and lost(iterator, error):
             end(iterator)
         else:
             iterator._shutdown_workers()

@@ -15,7 +15,8 @@ cores that the training leaves idle, if its loader has no workers.
 When it hurts
 -------------
 Decoded samples take room: 12 MB for a photograph of 4 million pixels. At most half of the free disk (or memory) is
-used; if that does not hold all samples, the rest is made anew each time. What a dataset makes by the batch (`__getitems__`) is made
+used; if that does not hold all samples, the rest is made anew each time. Where it runs full all the same, by a quota or by others,
+half of what is stored is given back. What a dataset makes by the batch (`__getitems__`) is made
 a second time, alone, before it is stored. Datasets that count or log inside
 `__getitem__` do so only for samples that are really made.
 

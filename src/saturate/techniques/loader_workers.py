@@ -14,7 +14,8 @@ When it hurts
 -------------
 No core is left for the workers, or batches are so cheap that handing them over costs more than making them. Each worker
 holds a copy of what the dataset touches. Datasets that count or cache inside `__getitem__` do so once per worker. Where the
-script changes its dataset between epochs, or seeds anew, workers are started anew. All of its lists, dictionaries, arrays and tables
+script changes its dataset between epochs, or seeds anew, workers are started anew; where it does so within a pass, the training process
+makes the rest of it, and where that happens again, all of it from then on. All of its lists, dictionaries, arrays and tables
 are read when a pass begins (a million numbers, or 50 MB, in some 10 ms); where that takes more than a hundredth of the time, they are
 started anew for each pass. A change inside of another object of a library of C or Rust reaches them at the next such start only.
 
@@ -22,7 +23,8 @@ Numerics
 --------
 `stream`: random augmentation draws from each worker's own seed. Batches come in the same order: torch draws one random
 number per epoch that starts workers, and skips it where they persist, which would shuffle later epochs differently; for
-workers that are persistent because of this technique it is drawn all the same. With workers a sampler is asked for its first
+workers that are persistent because of this technique it is drawn all the same. Only where items draw from torch's own generator, from which
+a loader is shuffled, too, later epochs are in another order. With workers a sampler is asked for its first
 batches when a pass begins, without at the first `next`, and draws its seed then: workers that this technique gives get their first
 work at the first `next` too, so that `zip(a, b)` of two loaders shuffles as without. Workers are asked for batches ahead: where
 a pass is left early, a sampler that goes on where the last pass ended would skip those. One that is or holds an iterator, or sets

@@ -47,8 +47,8 @@ _REFUSED = re.compile(r"mount overlay on (.+?): ")
 #: Compiled kernels go to the study, unless the user chose a place: one trial compiles, the others reuse.
 _SHARED = (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton"))
 
-#: Decoded samples go there too, whatever the user chose: a trial must not fill the user's own cache. A trial may make this
-#: many seconds' worth of them before its first step, so that it shows a warm cache.
+#: Decoded samples go there too, until the study is over (`forget_samples`), whatever the user chose: a trial must not fill the
+#: user's own cache. A trial may make this many seconds' worth of them before its first step, so that it shows a warm cache.
 SAMPLES_AHEAD_S = 20
 
 #: Folders that are a cache by what they are called; all others the user has named by a variable.
@@ -132,6 +132,13 @@ def _widened(plan: CagePlan, found: set[Path]) -> CagePlan:
         return plan
     outside = [folder for folder in found if not _below(folder, Path(plan.study_dir))]
     return plan._replace(overlays=_outermost([*map(Path, plan.overlays), *outside]))
+
+
+def forget_samples(study_dir: Path) -> None:
+    """Remove what trials have decoded: gigabytes, of which nobody would know."""
+    for path in (study_dir / "cache" / "data").glob("*.samples"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def as_intercept(plan: CagePlan, reason: str) -> CagePlan:
