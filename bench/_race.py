@@ -22,8 +22,9 @@ from saturate.measure.race import Limits
 from saturate.records import recipe as recipes
 from saturate.records.options import options_from
 from saturate.records.result import StudyRecord
-from saturate.study.bench import Bench, Live, on_side
+from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set
+from saturate.study.live import Live, on_side
 from saturate.study.racing import Racer, Result
 from saturate.study.state import Request
 from saturate.study.store import Store

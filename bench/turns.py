@@ -31,7 +31,7 @@ from _race import Arena, guarded, say, script
 
 from saturate.measure import stationary
 from saturate.measure.stats import mad_sd
-from saturate.study.bench import Live
+from saturate.study.live import Live
 from saturate.study.racing import run_block
 
 WORKLOADS = ("lstm_text", "char_gpt", "conv_images")

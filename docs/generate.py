@@ -1,5 +1,5 @@
 """Write docs/techniques/*.md, docs/inference/*.md and docs/findings/*.md, with a table in each README.md, from the modules'
-docstrings.
+docstrings; and docs/files/README.md, which has the first sentence of every file in src.
 
     python docs/generate.py            write
     python docs/generate.py --check    exit 1 when a page is not what the docstrings say
@@ -7,7 +7,9 @@ docstrings.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,13 +21,14 @@ from saturate.techniques import _registry as techniques
 from saturate.techniques._api import HEADINGS
 
 FOLDER = Path(__file__).resolve().parent
+SOURCE = FOLDER.parent / "src" / "saturate"
 NOTE = "<!-- Made by docs/generate.py from the {}'s docstring. -->\n"
 
 
 def pages() -> dict[str, str]:
-    """Path below docs/ -> text, for every built-in technique and rule, and the two overviews."""
+    """Path below docs/ -> text, for every built-in technique and rule, the overviews, and the list of all files."""
     return {**_of_techniques("techniques", "Techniques", techniques.load()),
-            **_of_techniques("inference", "Inference techniques", inference.load()), **_of_rules()}
+            **_of_techniques("inference", "Inference techniques", inference.load()), **_of_rules(), **_of_files()}
 
 
 def _of_techniques(folder: str, title: str, modules: Mapping[str, ModuleType]) -> dict[str, str]:
@@ -60,6 +63,25 @@ def _of_rules() -> dict[str, str]:
         rows.append(f"| [{identity}]({identity}.md) | {first} | {helped_by} |")
     found["findings/README.md"] = f"{note}# Findings\n\n" + "\n".join(rows) + "\n"
     return found
+
+
+def _of_files() -> dict[str, str]:
+    """What each file says of itself. Techniques and rules have pages of their own."""
+    rooms: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        room = path.parent.relative_to(SOURCE).as_posix()
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        if text and (path.name.startswith("_") or room.partition("/")[2] != "techniques" and room not in ("techniques", "findings")):
+            rooms.setdefault(room, []).append(f"- `{path.name}`: {_first_sentence(text)}")
+    sections = [f"## {'beside the rooms' if room == '.' else f'{room}/'}\n\n" + "\n".join(lines) for room, lines in sorted(rooms.items())]
+    note = NOTE.replace("the {}'s docstring", "the docstrings of all files")
+    return {"files/README.md": f"{note}# Every file, in its own words\n\n" + "\n\n".join(sections) + "\n"}
+
+
+def _first_sentence(text: str) -> str:
+    first = " ".join(text.partition("\n\n")[0].split())
+    end = re.search(r"[.?!](?= [A-Z`])", first)
+    return first[: end.end()] if end else first
 
 
 def _links(names: Iterable[str], folder: str) -> str:

@@ -27,7 +27,7 @@ from saturate.agent.profiling import Recording  # noqa: E402
 from saturate.agent.session import Session  # noqa: E402
 from saturate.agent.timeline import elapsed_ms, recorded  # noqa: E402
 from saturate.agent.watchdog import Watchdog  # noqa: E402
-from saturate.study import drilling  # noqa: E402
+from saturate.study import drill_process  # noqa: E402
 from saturate.techniques import _common, allocator  # noqa: E402
 from saturate.trial.outcome import REPLAYED  # noqa: E402
 from saturate.trial.process import TrialEnded  # noqa: E402
@@ -489,6 +489,6 @@ def test_a_drill_reads_no_tensor_of_a_capture_and_says_why_it_ends(script, start
     (tmp_path / "events").mkdir()
     source = textwrap.dedent(REPLAYING).replace("def step", textwrap.dedent(watched) + "def step").replace("WARM", "3").replace("REPLAYS", "6000")
     trial = start(str(script(source)), capture={"seed": 1}, plan={"drill": {"folder": str(tmp_path / "events"), "written": [], "hold": None}})
-    ran = drilling._Follower(trial, tmp_path / "events", None).follow(lambda log: False, time.monotonic() + 120, 0.0)
+    ran = drill_process._Follower(trial, tmp_path / "events", None).follow(lambda log: False, time.monotonic() + 120, 0.0)
     assert ran.ended == REPLAYED and not ran.late and len(ran.updates(ran.step)) == 3
     assert "captured" in trial.output() and "read\n" in trial.output() and "read in a capture" not in trial.output()

@@ -140,6 +140,15 @@ def test_help_of_a_verb_shows_where_the_command_goes(toy, capsys):
     assert capsys.readouterr().out.startswith("usage: saturate cmd [-h] [--budget BUDGET] [--json] -- COMMAND [ARGUMENT ...]")
 
 
+def test_a_description_is_filled_to_the_terminal_and_lines_to_copy_are_not(toy, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys.modules["cmd_verb"], "__doc__", f"First line.\n\n{'many words ' * 12}\nand more\n\n    saturate cmd {'x' * 60}\n")
+    assert main.main(["cmd", "--help"]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert "                    -- COMMAND [ARGUMENT ...]" in lines and "First line." in lines
+    assert [line for line in lines if len(line) > 50] == [f"    saturate cmd {'x' * 60}"]
+
+
 def test_an_error_becomes_a_card_and_its_exit_code(toy, capsys):
     def execute(arguments):
         raise EnvironmentProblem("the folder is read-only", cause="mount option ro", remedy="move")

@@ -687,7 +687,6 @@ def test_eligibility():
 
     usual = Facts(loaders=(LoaderFacts(),), step_ms=100.0, input_wait_ms=50.0)
     assert dataset_cache.eligible(usual) and dataset_cache.bound(usual) == 0.5
-    assert dataset_cache.variants(usual) == [dataset_cache.Options()]
     for bad in (Facts(), Facts(loaders=(LoaderFacts(iterable=True),)), Facts(loaders=(LoaderFacts(),), step_ms=100.0, input_wait_ms=1.0)):
         assert not dataset_cache.eligible(bad)
 

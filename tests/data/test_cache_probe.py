@@ -15,7 +15,7 @@ pytest.importorskip("numpy")
 sys.path.insert(0, str(Path(__file__).parent))
 import cache_cases as cases  # noqa: E402
 
-from saturate.data import cache_probe  # noqa: E402
+from saturate.data import cache_probe, random_states, transforms  # noqa: E402
 
 
 @pytest.fixture
@@ -125,10 +125,10 @@ def test_the_training_sees_nothing_of_it(root):
     dataset = cases.Counting(root)
     children = Path("/proc/self/task", str(os.getpid()), "children")
     alive = children.read_text()
-    before = cache_probe.comparable(cache_probe.states())
+    before = random_states.comparable(random_states.states())
     look(dataset)
     look(cases.Folder(root, cases.Compose([cases.Scale(), cases.RandomShift()])))
-    assert cache_probe.comparable(cache_probe.states()) == before
+    assert random_states.comparable(random_states.states()) == before
     assert (dataset.handle, dataset.count) == (None, 0)
     assert children.read_text() == alive
 
@@ -137,15 +137,15 @@ def test_cutting_shares_the_data_and_changes_nothing(root):
     transform = cases.Compose([cases.Scale(), cases.RandomFlip()])
     inner = cases.Folder(root, transform)
     outer = torch.utils.data.Subset(inner, [1, 2])
-    twin, prefix, rest = cache_probe.cut(outer, 1)
+    twin, prefix, rest = transforms.cut(outer, 1)
     assert twin.dataset.inner is inner.inner and twin.dataset.transform is prefix and rest == transform.transforms[1:]
     assert outer.dataset is inner and inner.transform is transform and type(twin) is type(outer)
 
 
 def test_places():
     wanted = object()
-    assert cache_probe.find_place((1, [wanted, 2]), wanted) == (1, 0)
-    assert cache_probe.find_place({"a": wanted}, wanted) == ("a",)
-    assert cache_probe.find_place(wanted, wanted) == ()
-    assert cache_probe.find_place((wanted, wanted), wanted) is None and cache_probe.find_place((1,), wanted) is None
-    assert cache_probe.replaced((1, [2, {"a": 3}]), (1, 1, "a"), lambda x: x + 1) == (1, [2, {"a": 4}])
+    assert transforms.find_place((1, [wanted, 2]), wanted) == (1, 0)
+    assert transforms.find_place({"a": wanted}, wanted) == ("a",)
+    assert transforms.find_place(wanted, wanted) == ()
+    assert transforms.find_place((wanted, wanted), wanted) is None and transforms.find_place((1,), wanted) is None
+    assert transforms.replaced((1, [2, {"a": 3}]), (1, 1, "a"), lambda x: x + 1) == (1, [2, {"a": 4}])

@@ -33,7 +33,7 @@ def test_pages_of_techniques_and_findings_are_up_to_date(capsys):
 def test_a_stale_page_is_noticed(monkeypatch, capsys):
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     pages = generate["pages"]()
-    assert pages.keys() >= {"techniques/tf32.md", "techniques/README.md", "findings/launch-bound.md", "findings/README.md"}
+    assert pages.keys() >= {"techniques/tf32.md", "techniques/README.md", "findings/launch-bound.md", "findings/README.md", "files/README.md"}
     for wrong in (pages | {"findings/launch-bound.md": "old"}, {k: v for k, v in pages.items() if "launch-bound" not in k}):
         monkeypatch.setitem(generate["main"].__globals__, "pages", lambda found=wrong: found)
         assert generate["main"](True) == 1

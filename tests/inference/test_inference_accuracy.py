@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from saturate.errors import UsageError
 from saturate.inference import accuracy, bounds
-from saturate.inference.accuracy import Budget, Scores, UnusableScores, compare, read, split
+from saturate.inference.accuracy import Budget, compare, split
+from saturate.inference.scores import Scores, UnusableScores, read
 
 Z = 1.6448536269514722
 

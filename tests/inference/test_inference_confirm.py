@@ -25,9 +25,10 @@ from test_inference_search import (
 
 from saturate.errors import EnvironmentProblem
 from saturate.inference import api, confirm, plan, result
-from saturate.inference.accuracy import Judgement, Scores
+from saturate.inference.accuracy import Judgement
 from saturate.inference.candidates import Candidate
 from saturate.inference.failures import WorkerFailed
+from saturate.inference.scores import Scores
 from saturate.inference.search import Search, Tried
 from saturate.records.inference import Timing
 from saturate.techniques._api import Touch

@@ -17,7 +17,7 @@ import pytest
 from saturate.errors import EnvironmentProblem, WorkloadFailed
 from saturate.inference import accuracy, checking, confirm, sensitivity
 from saturate.inference import lab as module
-from saturate.inference.accuracy import Budget, Judgement, read, split
+from saturate.inference.accuracy import Budget, Judgement, split
 from saturate.inference.api import running_model
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed, NotDeployable
@@ -30,6 +30,7 @@ from saturate.inference.lab import Lab
 from saturate.inference.phases import Phases
 from saturate.inference.result import Result, best_of
 from saturate.inference.samples import Seen
+from saturate.inference.scores import read
 from saturate.inference.search import Tried
 from saturate.records.inference import ModelFacts, Timing
 

@@ -15,7 +15,7 @@ import pytest
 from saturate.inference import lines, tried
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.techniques import _registry
-from saturate.inference.techniques._api import Entry
+from saturate.inference.techniques._api import Entry, variants_of
 from saturate.records.inference import CandidateRecord, ModelFacts
 
 TECHNIQUES = _registry.load()
@@ -66,7 +66,7 @@ def making(id: str, options: Any) -> str:
 
 @pytest.mark.parametrize("id", TECHNIQUES)
 def test_every_name_is_imported_made_or_asked_for(id: str) -> None:
-    for options in TECHNIQUES[id].variants(FACTS):
+    for options in variants_of(TECHNIQUES[id], FACTS):
         source = making(id, options)
         tree = ast.parse(source)
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -86,7 +86,7 @@ def _called(tree: ast.AST, name: str) -> set[ast.Call]:
 @pytest.mark.parametrize("id", TECHNIQUES)
 def test_what_is_exported_is_exported_without_gradients(id: str) -> None:
     """With gradients attention is taken apart otherwise, and is another graph than the candidate's."""
-    for options in TECHNIQUES[id].variants(FACTS):
+    for options in variants_of(TECHNIQUES[id], FACTS):
         tree = ast.parse(making(id, options))
         within = {node for node in ast.walk(tree) if isinstance(node, ast.With) and any(_called(item, "no_grad") for item in node.items)}
         assert _called(tree, "export") <= set().union(*(_called(node, "export") for node in within))
@@ -135,7 +135,7 @@ def runs(id: str, folder: Path, given: str = GIVEN, compare: str = "assert answe
     for package in ("torch", *needs):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    for number, options in enumerate(TECHNIQUES[id].variants(FACTS)):
+    for number, options in enumerate(variants_of(TECHNIQUES[id], FACTS)):
         script = folder / f"reproduce{number}.py"
         script.write_text("import sys; sys.modules['saturate'] = None\n" + given + making(id, options) + f"\n{compare}")
         done = subprocess.run([sys.executable, script.name], cwd=folder, capture_output=True, text=True, timeout=900)

@@ -15,12 +15,13 @@ from test_inference_search import INT8, RUN, FakeWorker, World, fates, quick, re
 from saturate.errors import EnvironmentProblem
 from saturate.inference import identity
 from saturate.inference import journal as module
-from saturate.inference.accuracy import Budget, Scores
+from saturate.inference.accuracy import Budget
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.journal import NAME, Journal, rests
 from saturate.inference.jury import Jury
 from saturate.inference.lab import Lab
+from saturate.inference.scores import Scores
 from saturate.inference.techniques._api import Train
 from saturate.inference.tried import Tried, entry_of, tried_of
 from saturate.records.inference import ModelFacts, Timing

@@ -15,12 +15,13 @@ import pytest
 
 from saturate.errors import EnvironmentProblem
 from saturate.inference import confirm, order, plan, play_off, racing, result
-from saturate.inference.accuracy import Judgement, Scores
+from saturate.inference.accuracy import Judgement
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.guards import Behaviour, Finding
 from saturate.inference.journal import Journal
 from saturate.inference.limits import over_limit, surely_over_limit
+from saturate.inference.scores import Scores
 from saturate.inference.search import Search, Tried
 from saturate.measure.race import Limits
 from saturate.records.inference import ModelFacts, Timing

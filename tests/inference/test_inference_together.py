@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402 - after the check for 
 from saturate.inference import session, tried  # noqa: E402
 from saturate.inference.candidates import Candidate, Part  # noqa: E402
 from saturate.inference.techniques import _registry  # noqa: E402
-from saturate.inference.techniques._api import Context  # noqa: E402
+from saturate.inference.techniques._api import Context, variants_of  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
 
 TECHNIQUES = _registry.load()
@@ -169,7 +169,7 @@ def test_what_a_chosen_attention_does_not_support_has_the_plain_one(as_before: N
 def test_lines_leave_the_call_to_the_end() -> None:
     """What follows of other techniques would act on no answer."""
     for module in TECHNIQUES.values():
-        for options in module.variants(FACTS):
+        for options in variants_of(module, FACTS):
             stored = {node.id for node in ast.walk(ast.parse(module.as_code(options))) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
             assert not stored & {"answers", "inputs"}, module.TECHNIQUE.id
 

@@ -146,6 +146,45 @@ def test_a_last_race_beside_other_programs_says_so(a_ms, low, note, gain, monkey
     assert [one.endswith(note) and "took 244.0 ms there" in one and "17.0 ms" in one for one in study.notes] == [True] * bool(note)
 
 
+@pytest.mark.parametrize(("high", "judged", "kept"), [
+    (0.049, True, ("one",)),
+    (0.10, True, ("one", "two")),           # both leave open that the second gives nothing
+    (0.049, False, ("one", "two")),         # the first was never verified without the second
+])
+@pytest.mark.parametrize("over", [True, False])
+def test_a_set_that_gains_less_than_what_joined_first_goes_back_to_that(high, judged, kept, over, monkeypatch):
+    """A technique that was raced in one pair, whose other process was slow, joined with +23 %; the set gained 3 % in the last race, where
+    the first technique alone had given 18 %, and was kept."""
+    def race(racer, before, kept, end, say):
+        asked.append([one.id for one in kept])
+        whole = len(kept) == 2
+        return SimpleNamespace(a_ms=10.0, b_ms=9.0, pairs=[[0.1, 0.1]] * 3, gain=0.02 if whole else 0.15, gain_ci=(0.003, high) if whole else (0.1, 0.2),
+                               decision=SimpleNamespace(verdict="faster"), record=SimpleNamespace(a=[], b=asked[-1]))
+
+    asked = []
+    monkeypatch.setattr(confirming, "final_race", race)
+    monkeypatch.setattr(confirming, "ordered", tuple)
+    monkeypatch.setattr(tune.baseline, "observe_tuned", lambda *arguments: {})
+    one, two = (SimpleNamespace(id=name, label=lambda name=name: name, module=None, options_dict=dict) for name in ("one", "two"))
+    first, second = raced(pairs=1), raced(pairs=1)
+    first.gain, first.gain_ci, first.record = 0.18, (0.06, 0.315), SimpleNamespace(a=[], b=["one"])
+    second.record = SimpleNamespace(a=["one"], b=["one", "two"])
+    search = Search({}, None, None, None, 0.0, print, kept=(one, two), stairs=[((one,), first), ((two,), second)],
+                    verified={"one", "two"} if judged else {"two"}, fates={c.id: Fate("kept", "", c, 0.2, (0.1, 0.3)) for c in (one, two)})
+    study = SimpleNamespace(search=search, starved="", notes=[], say=lambda line: None, store=SimpleNamespace(answer=lambda question: None))
+    ends = iter([math.inf, 0.0 if over else math.inf])
+    confirm = confirming.confirm
+    monkeypatch.setattr(confirming, "confirm", lambda study, racer, end: confirm(study, racer, next(ends)))
+    confirming.confirm(study, SimpleNamespace(bench=None), math.inf)
+    assert tuple(c.id for c in search.kept) == kept
+    back = kept == ("one",)
+    assert (search.fates["two"].fate, search.fates["two"].gain) == (("inconclusive", None) if back else ("kept", 0.2))
+    assert asked == [["one", "two"]] + [["one"]] * (back and not over)
+    assert study.final.gain == (0.02 if not back else 0.18 if over else 0.15) and any("left again: two" in note for note in study.notes) is back
+    assert [len(stair[0]) for stair in search.stairs] == [1] * len(kept)
+    assert not back or any(result.gain == 0.02 for result in search.results), "the race that was contradicted is told of"
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_final_race_that_the_budget_ends_takes_nothing_back(alone, monkeypatch):
     """Where the race in which the set was found says it all, that is what is known of it; else nothing was confirmed."""

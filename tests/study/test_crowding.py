@@ -11,7 +11,7 @@ from test_racing import ONE_PAIR, Bench, Process, in_whole_blocks
 
 from saturate.records.facts import Facts
 from saturate.study import baseline, crowding, tune
-from saturate.study.bench import on_side
+from saturate.study.live import on_side
 from saturate.study.racing import ONCE_MORE, Racer
 from saturate.study.search import Search
 from saturate.trial.outcome import Outcome

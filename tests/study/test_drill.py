@@ -24,8 +24,9 @@ from tune_kit import Folder, no_traceback_of_ours
 from saturate.cli.main import main
 from saturate.records.drill import DrillResult
 from saturate.study import drill as study_drill
-from saturate.study import drilling
-from saturate.study.drill import Reference, _Kills, fewest_files, updates_needed
+from saturate.study import drill_process
+from saturate.study.drill_kills import Kills
+from saturate.study.drill_reference import Reference, fewest_files, updates_needed
 from saturate.study.drill_remedies import UNFINISHED, remedy_of
 from saturate.verify.resume_log import Log, Save, Step, Update
 
@@ -194,14 +195,14 @@ def test_how_long_the_uninterrupted_run_is(places: list[int], needed: int | None
 
 def test_a_kill_that_the_budget_cut_short_hides_none_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had said that nothing can be told."""
-    whole = drilling.Chain.run
+    whole = drill_process.Chain.run
 
-    def run(chain: drilling.Chain, *arguments: Any) -> drilling.Ran:
+    def run(chain: drill_process.Chain, *arguments: Any) -> drill_process.Ran:
         if chain.folder.name == "chain" and chain.started == 2:         # the last resume: nothing comes before the budget ends
-            return drilling.Ran([], None, chain.folder / "none.log", late=True)
+            return drill_process.Ran([], None, chain.folder / "none.log", late=True)
         return whole(chain, *arguments)
 
-    monkeypatch.setattr(drilling.Chain, "run", run)
+    monkeypatch.setattr(drill_process.Chain, "run", run)
     (tmp_path / "train.py").write_text(changed(""))
     request = study_drill.Request(
         argv=[sys.executable, "train.py"], cwd=tmp_path, environment=Folder(tmp_path).environment(), directory=tmp_path / ".saturate",
@@ -214,7 +215,7 @@ def test_a_kill_that_the_budget_cut_short_hides_none_of_the_others(tmp_path: Pat
 
 def test_a_budget_without_an_update_is_told_with_the_share_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 40 s it had waited 12, and `next` was the same command again."""
-    monkeypatch.setattr(drilling.Chain, "run", lambda chain, *arguments: drilling.Ran([], None, chain.folder / "none.log", late=True))
+    monkeypatch.setattr(drill_process.Chain, "run", lambda chain, *arguments: drill_process.Ran([], None, chain.folder / "none.log", late=True))
     request = study_drill.Request(
         argv=[sys.executable, "-c", ""], cwd=tmp_path, environment=Folder(tmp_path).environment(), directory=tmp_path / ".saturate", budget_s=40)
     found = study_drill.drill(request, lambda line: None)
@@ -225,7 +226,7 @@ def test_a_budget_without_an_update_is_told_with_the_share_that_it_had(tmp_path:
 def test_words_that_are_not_utf8_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["python", os.fsdecode(b"tr\xff.py")]
     found = DrillResult(run="x", command=argv, resume_command=argv, verdict="inconclusive", reason="for a test")
-    monkeypatch.setattr(study_drill._Work, "done", lambda self: found)
+    monkeypatch.setattr(study_drill.Work, "done", lambda self: found)
     study_drill.drill(study_drill.Request(argv, tmp_path, {}, tmp_path / ".saturate"), print)
     (saved,) = (tmp_path / ".saturate").glob("*/drill.json")
     assert json.loads(saved.read_text(encoding="utf-8"))["command"] == ["python", "tr?.py"]
@@ -307,7 +308,7 @@ def test_a_file_that_no_rank_would_come_to_is_not_drawn() -> None:
     for seed in range(8):
         work = SimpleNamespace(request=SimpleNamespace(argv=["train"], resume_args=[]), random=random.Random(seed), say=lambda line: None, deadline=0.0)
         with pytest.raises(Held) as held:
-            _Kills(work, SimpleNamespace(run=run), reference)._again(1, saving=True, final=False)      # type: ignore[arg-type]
+            Kills(work, SimpleNamespace(run=run), reference)._again(1, saving=True, final=False)      # type: ignore[arg-type]
         assert held.value.args[0] == {"save": 1, "file": 0}
 
 
@@ -475,7 +476,7 @@ def test_a_kill_of_saturate_itself_leaves_nothing(tmp_path: Path) -> None:
 def test_a_drill_whose_record_cannot_be_written_is_told_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten minutes of it were lost for want of some kilobytes."""
     found = DrillResult(run="x", command=["python"], resume_command=["python"], verdict="inconclusive", reason="for a test", record="drill.json")
-    monkeypatch.setattr(study_drill._Work, "done", lambda self: found)
+    monkeypatch.setattr(study_drill.Work, "done", lambda self: found)
     monkeypatch.setattr(os, "fsync", _full)
     said: list[str] = []
     result = study_drill.drill(study_drill.Request(["python"], tmp_path, {}, tmp_path / ".saturate"), said.append)

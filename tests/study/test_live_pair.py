@@ -17,9 +17,10 @@ from parties import WORKLOAD, identity, publish
 from saturate.records.facts import Facts, MachineFacts
 from saturate.study import baseline
 from saturate.study import bench as benches
-from saturate.study.bench import Bench, Pace, timed_losses
+from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate
 from saturate.study.fates import of_end
+from saturate.study.live import Pace, timed_losses
 from saturate.study.store import Store
 from saturate.study.verification import Run, Verifier
 from saturate.techniques import _registry

@@ -12,9 +12,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from parties import WORKLOAD, tune
 
-from saturate.study.bench import timed_losses
 from saturate.study.candidates import Candidate
 from saturate.study.fates import of_end
+from saturate.study.live import timed_losses
 from saturate.study.race_blocks import begin_alike, believe, other_work
 from saturate.study.verification import UPDATES, Run, Verified, Verifier, _name, first_difference
 from saturate.trial import clocks

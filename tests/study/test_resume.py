@@ -22,8 +22,9 @@ from tune_kit import TRAINING, Folder, no_traceback_of_ours, untouched
 
 from saturate.study import bench as study_bench
 from saturate.study import state
-from saturate.study.bench import Bench, timed_losses
+from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate
+from saturate.study.live import timed_losses
 from saturate.study.state import Request
 from saturate.study.store import NAME, Store
 from saturate.techniques import _registry

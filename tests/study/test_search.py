@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from test_fitting import World, search, technique
+from test_memory_limit import World, search, technique
 
 from saturate.measure import race
 from saturate.records.analysis import Finding

@@ -8,11 +8,12 @@ import types
 from array import array
 
 import pytest
+from captures import write
 
 from saturate.study.candidates import Candidate
 from saturate.study.verification import Run, Verifier
 from saturate.techniques import bf16_autocast, fused_optimizer, gc_freeze
-from saturate.verify.series import CAPTURE, Series, write
+from saturate.verify.series import CAPTURE, Series
 
 EXACT = (Candidate(gc_freeze, gc_freeze.Options()),)
 

@@ -23,6 +23,7 @@ from saturate.agent import observe, seams  # noqa: E402 - after the import that 
 from saturate.agent.context import Context, forward_overridden, is_ours  # noqa: E402
 from saturate.records.facts import Evidence, Facts, MachineFacts, ModuleFacts  # noqa: E402
 from saturate.techniques import (  # noqa: E402
+    _autocast,
     _common,
     allocator,
     bf16_autocast,
@@ -237,7 +238,7 @@ def test_weights_that_are_used_without_a_gradient_first_get_one(loses, monkeypat
     context = context_of(model)
     if loses:
         monkeypatch.setattr(_common, "cache_loses_gradients", lambda context, dtype: True)
-    expected = not _common.cache_loses_gradients(context, torch.bfloat16)
+    expected = not _autocast.cache_loses_gradients(context, torch.bfloat16)
     bf16_autocast.apply(context, bf16_autocast.Options())
     model(torch.rand(2, 8)).sum().backward()
     assert model.layer.weight.grad is not None and model.cached == [expected]
@@ -1009,7 +1010,7 @@ def test_a_mode_that_records_cuda_graphs_is_proved_by_one(mode):
 
 
 def test_compile_variants_follow_the_facts():
-    block = ModuleFacts(dtypes=("float32",), repeats=6, repeated_block="Block")
+    block = ModuleFacts(dtypes=("float32",), repeats=6)
     machine = MachineFacts(compiler="g++")
     cpu = Facts(modules=(block,), machine=machine)
     assert compile.variants(cpu) == [compile.Options(), compile.Options(scope="blocks")]

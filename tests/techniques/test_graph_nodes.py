@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from saturate.agent import leaves  # noqa: E402 - after the import that decides whether to run at all
-from saturate.techniques import _chunk_rescue, _common  # noqa: E402
+from saturate.techniques import _autograd, _chunk_rescue  # noqa: E402
 
 
 class Rounded(torch.autograd.Function):
@@ -49,6 +49,6 @@ def test_leaves_are_the_tensors_that_gradients_are_added_to(graph):
 
 
 def test_names_are_those_of_the_nodes(graph):
-    names = [_common.node_name(node) for node in _common.graph_nodes(graph[1], torch)]
+    names = [_autograd.node_name(node) for node in _autograd.graph_nodes(graph[1], torch)]
     assert names == ["SumBackward0", "AccumulateGradBackward", "RoundedBackward", "SinBackward0", "torch::autograd::AccumulateGrad"]
-    assert _common.computed_in(graph[1], torch.float16, torch) == ""
+    assert _autograd.computed_in(graph[1], torch.float16, torch) == ""

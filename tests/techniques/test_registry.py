@@ -14,7 +14,7 @@ import pytest
 from saturate.errors import RecipeError, TechniqueError
 from saturate.records.options import options_from
 from saturate.techniques import _registry
-from saturate.techniques._api import HEADINGS, Technique, Touch
+from saturate.techniques._api import HEADINGS, Technique, Touch, bound_of, variants_of
 
 BUILT_IN = [
     "activation-checkpointing", "allocator", "async-checkpoint", "batch-assembly", "bf16-autocast", "channels-last", "compile",
@@ -73,7 +73,8 @@ BROKEN = {
     "no_default": ("amount: int = 1", "amount: int", "has no default"),
     "none_default": ("amount: int = 1", "amount: int = None", "TOML needs"),
     "arity": ("def apply(context, options)", "def apply(context)", "apply must take 2"),
-    "missing": ("def bound(facts): return None\n", "", "the function bound is missing"),
+    "optional_arity": ("def bound(facts)", "def bound()", "bound must take 1"),
+    "missing": ('def as_code(options): return "pass"\n', "", "the function as_code is missing"),
     "environment": ('stage="model"', 'stage="environment"', "the function environment is missing"),
     "metadata": ("TECHNIQUE = Technique(", "SOMETHING = Technique(", "TECHNIQUE is missing"),
     "syntax": ("@dataclass(frozen=True)", "@@", "SyntaxError"),
@@ -143,6 +144,12 @@ def test_third_party_is_found(third_party):
     module = _registry.load()["third-party"]
     assert _registry.origin(module) == ("third_party", str(path))
     assert _registry.documentation(module) == {heading: f"Text of {heading}." for heading in HEADINGS}
+
+
+def test_without_variants_and_bound_there_are_the_default_options_and_no_bound(third_party):
+    third_party(GOOD.replace("def variants(facts): return [Options()]\ndef bound(facts): return None\n", ""))
+    module = _registry.load()["third-party"]
+    assert not hasattr(module, "variants") and variants_of(module, None) == [module.Options()] and bound_of(module, None) is None
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from saturate.agent import application
-from saturate.trial import launch, meter, process, words
+from saturate.trial import endings, launch, meter, process
 from saturate.trial.launch import Chosen
 from saturate.trial.outcome import LastWords
 from saturate.trial.process import TrialEnded
@@ -409,7 +409,7 @@ def test_last_words_that_were_not_written_whole_are_passed_over(tmp_path: Path) 
     """By a process that was killed, or whose disk was full: they ended the study as an error of saturate's own."""
     for number, text in enumerate(["", '{"steps": 3', "[]", '{"steps": 3, "recognised": true, "events": "B S0"}']):
         (tmp_path / f"ended-{number}.json").write_text(text)
-    assert words.last(tmp_path) == LastWords(3, True, "B S0")
+    assert endings.last(tmp_path) == LastWords(3, True, "B S0")
 
 
 def test_last_words_that_cannot_be_written_end_nothing(tmp_path: Path) -> None:

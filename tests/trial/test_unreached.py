@@ -13,7 +13,7 @@ import pytest
 
 from saturate.agent import application
 from saturate.errors import UsageError
-from saturate.trial import planning, tree, words
+from saturate.trial import endings, planning, tree
 from saturate.trial.process import TrialEnded
 
 OLD = "import sys\nsys.version_info = (3, 10, 0, 'final', 0)\n"
@@ -84,7 +84,7 @@ def test_a_helper_of_another_python_that_does_not_train_is_passed_over(intercept
 def test_an_agent_that_fails_before_anything_trains_leaves_word(tmp_path):
     session = types.SimpleNamespace(phase="asleep", plan={"mode": "trial", "ended": str(tmp_path / "ended"), "socket": "none"})
     application.report_failure(session, "Traceback (most recent call last):\n  File \"x\"\nAttributeError: no torch.autograd\n")
-    outcome = words.absent(tmp_path)
+    outcome = endings.absent(tmp_path)
     assert outcome is not None and (outcome.kind, outcome.reason) == ("agent_failed", "AttributeError: no torch.autograd")
 
 

@@ -4,10 +4,11 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from captures import write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saturate.verify.series import CAPTURE, SAMPLES, CaptureDamaged, Series, read, write
+from saturate.verify.series import CAPTURE, SAMPLES, CaptureDamaged, Series, read
 
 SERIES = Series(losses=[[2.5, 2.25], [2.0, 1.75], [1.5, 1.0]], grad_norms=[1.0, 0.5, 0.25],
                 samples=[array("f", [0.5, -1.0, 2.0]), array("f", [0.25, -1.5, 2.0]), array("f", [0.0, 0.0, 1.0])],

@@ -17,7 +17,7 @@ from array import array
 from typing import Any
 
 from saturate.agent import formats, leaves, observe, ordering, randomness, sample, settings, succession
-from saturate.techniques import _common
+from saturate.techniques import _autograd, _common
 
 ENTRIES = 64        # per tensor; a cosine over such samples was within 0.0001 of one over all entries
 _DIGEST_ENTRIES = 4096
@@ -65,8 +65,8 @@ class Capture:
     def sees_graph(self, torch: Any, tensors: Any) -> None:
         """A backward pass begins: afterwards the tensors that compiled code has saved are freed, which tell what it computes in."""
         if self.updates == 0:
-            self._arithmetic |= {name for name in formats.COARSE if _common.computed_in(tensors, getattr(torch, name), torch)}
-            self._kinds |= formats.kinds_of(map(_common.node_name, _common.graph_nodes(tensors, torch)))
+            self._arithmetic |= {name for name in formats.COARSE if _autograd.computed_in(tensors, getattr(torch, name), torch)}
+            self._kinds |= formats.kinds_of(map(_autograd.node_name, _autograd.graph_nodes(tensors, torch)))
 
     def saw_backward(self, torch: Any, tensors: Any) -> None:
         """Before techniques act, and so in the same order in every run."""

@@ -17,7 +17,7 @@ from saturate.agent.context import living, own_forward
 from saturate.agent.observe import all_modules, device_kind, devices, trained_parameters
 from saturate.records.facts import BY_HAND
 from saturate.techniques import _closures
-from saturate.techniques._common import computed_in
+from saturate.techniques._autograd import computed_in
 
 #: Modules (by the beginning of their names) that may read gradients which a technique has used and freed.
 READS_GRADIENTS = ("torch.optim.", "torch.nn.modules.module", "saturate.")

@@ -1,11 +1,11 @@
-"""What a backward pass trains where neither a module nor an optimizer holds it: the leaves of the loss's graph."""
+"""Trained tensors that neither a module nor an optimizer holds: they are the leaves of the loss's autograd graph."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
-from saturate.techniques import _common
+from saturate.techniques import _autograd
 
 #: Nodes of the graph that are looked at. A loop that updates plain tensors by hand has a small one.
 MOST_NODES = 20_000
@@ -18,7 +18,7 @@ def reached(torch: Any, tensors: Any) -> list[weakref.ref[Any]]:
     seen, found = set(waiting), []
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
-        leaf = _common.leaf_of(node)
+        leaf = _autograd.leaf_of(node)
         if leaf is not None:
             found.append(weakref.ref(leaf))
         for following, _ in node.next_functions:

@@ -1,4 +1,4 @@
-"""Which lines of code the memory of a step was allocated by, at the moment when most of it was in use.
+"""Which lines of code allocated the memory that was in use at the peak of a step.
 
 On CUDA the allocator's own history of one step is replayed. A CPU's allocator keeps none: there, what autograd keeps for
 the backward pass is counted by the line that made it keep it, which is all that grows until the end of the forward pass.

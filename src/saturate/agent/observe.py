@@ -158,7 +158,6 @@ def _loader_facts(torch: Any, iterator: Any, batch: Any) -> LoaderFacts:
         iterable=isinstance(dataset, torch.utils.data.IterableDataset),
         dataset_length=_length(dataset),
         batch_bytes=sum(t.numel() * t.element_size() for t in tensors),
-        custom_context=getattr(iterator, "_worker_init_fn", None) is not None,
         holds_device_tensors=any(t.device.type not in ("cpu", "meta") for t in tensors),
         tensor_rows=_stacks_rows(torch, iterator),
     )
@@ -254,7 +253,7 @@ def facts(session: Any) -> dict[str, Any]:
         save_bytes=sum(size for size, _ in session.saves),
         save_s=sum(took for _, took in session.saves) / 1e9,
         modules=tuple(_module_facts(torch, m, inspection) for m in inspection.modules),
-        optimizers=tuple(_optimizer_facts(torch, o) for o in session.optimizers.living()),
+        optimizers=tuple(_optimizer_facts(o) for o in session.optimizers.living()),
         loaders=tuple(entry["facts"] for entry in session.loaders.values()),
         trainer=_hf_trainer.facts(torch),
         packages=_packages(),
@@ -300,8 +299,7 @@ def _module_facts(torch: Any, module: Any, inspection: Any) -> ModuleFacts:
             kinds[type(child).__name__] = kinds.get(type(child).__name__, 0) + 1
     for container in ("ModuleList", "Sequential", "ModuleDict"):
         kinds.pop(container, None)
-    repeated = max(kinds, key=kinds.__getitem__, default=None)
-    repeats = kinds[repeated] if repeated else 0
+    repeats = max(kinds.values(), default=0)
     return ModuleFacts(
         kind=type(module).__name__,
         parameters=sum(p.numel() for p in trainable),
@@ -313,10 +311,8 @@ def _module_facts(torch: Any, module: Any, inspection: Any) -> ModuleFacts:
         linears=sum(isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D" for m in everything),
         recurrents=sum(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in everything),
         recurrent_nets=sum(isinstance(m, nn.RNNBase) for m in everything),
-        dropouts=sum(_drops(nn, m) for m in everything),
         batch_norms=sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in everything),
         attentions=sum("attention" in type(m).__name__.lower() for m in everything),
-        repeated_block=repeated if repeats >= 4 else None,
         repeats=repeats if repeats >= 4 else 0,
         forward_overridden=forward_overridden(module) and not is_ours(module),
         compiled=inspection.compiles(module),
@@ -324,27 +320,18 @@ def _module_facts(torch: Any, module: Any, inspection: Any) -> ModuleFacts:
     )
 
 
-def _drops(nn: Any, module: Any) -> bool:
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    probability = getattr(module, "dropout", None)
-    return isinstance(probability, float) and probability > 0
-
-
-def _optimizer_facts(torch: Any, optimizer: Any) -> OptimizerFacts:
+def _optimizer_facts(optimizer: Any) -> OptimizerFacts:
     group = optimizer.param_groups[0]
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     return OptimizerFacts(
         kind=type(optimizer).__name__,
         module=type(optimizer).__module__,
         fused=group.get("fused"),
-        foreach=group.get("foreach"),
         capturable=group.get("capturable"),
         parameters=len(parameters),
         dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
         sparse=any(p.grad is not None and p.grad.is_sparse for p in parameters),
         differentiable=bool(group.get("differentiable")),
-        tensor_lr=isinstance(group.get("lr"), torch.Tensor),
     )
 
 
@@ -358,14 +345,12 @@ def shown(session: Any) -> Evidence:
     dynamo = sys.modules.get("torch._dynamo")
     counters = dynamo.utils.counters if dynamo is not None else {}
     frames = counters.get("frames", {})
-    stats = counters.get("stats", {})
     limit_hit = any("recompile_limit" in str(key) or "cache_size_limit" in str(key)
                     for key in counters.get("unimplemented", {}))
     workers = [w for entry in session.loaders.values() for w in entry["workers"]]
     gradients = [p.grad for p in trained_parameters(session)]
     return Evidence(
         dynamo_frames=frames.get("ok", 0),
-        dynamo_graphs=stats.get("unique_graphs", 0),
         graph_breaks=_graph_breaks(dynamo),
         recompiles=_recompiles(dynamo),
         recompile_limit_hit=limit_hit,
@@ -374,7 +359,7 @@ def shown(session: Any) -> Evidence:
         cuda_graph_skips=counters.get("inductor", {}).get("cudagraph_skips", 0),
         loaders=tuple(entry["facts"] for entry in session.loaders.values()),
         live_workers=sum(w.is_alive() for w in workers),
-        optimizers=tuple(_optimizer_facts(torch, o) for o in session.optimizers.living()),
+        optimizers=tuple(_optimizer_facts(o) for o in session.optimizers.living()),
         threads=torch.get_num_threads(),
         allow_tf32=formats.matmul_allows_tf32(torch),
         cudnn_benchmark=torch.backends.cudnn.benchmark,

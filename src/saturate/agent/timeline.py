@@ -1,4 +1,4 @@
-"""When the training came to a mark, on the host's clock: what the host's clock says on a CPU, and elsewhere when the devices came to it.
+"""The times of marks in the training: on a CPU what the host's clock says, on accelerators when the devices came to them.
 
 A host only queues work for an accelerator. Its clock at a step boundary says when the last launch was queued, which may be many
 steps before the device comes to it. A device that is drained there instead has nothing to do until the host has fetched the next

@@ -1,4 +1,4 @@
-"""What the script compiles itself, as far as can be told without a hook: dynamo guards on hooks, and one more compiles everything again.
+"""What the script itself compiles (torch.compile), found without setting a hook: dynamo guards on hooks, and one more compiles everything again.
 
 A module may be compiled by itself, or run inside of a compiled function of the script, where nothing on it shows that. But a
 backward pass hands its gradients from a node of that function's graph, not from nodes of single operators.
@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from saturate.techniques._common import is_compiled, leaf_of
+from saturate.techniques._autograd import leaf_of
+from saturate.techniques._common import is_compiled
 
 #: Nodes of the graph that are looked at.
 MOST_NODES = 200_000

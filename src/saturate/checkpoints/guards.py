@@ -1,4 +1,4 @@
-"""What looks at a file that is still on its way waits for it; what could announce or outlive it waits too.
+"""While a checkpoint is still being written, whatever looks at its file waits for it, and so does what could announce or outlive it.
 
 `install` replaces the functions of `os`, `builtins.open` and a few ways to start or end processes by ones that ask
 first, also where a module took them by name (`from os import replace`). An audit hook would see more callers, but cannot be removed, runs at every event of the interpreter, and there

@@ -1,4 +1,4 @@
-"""Which calls of file functions are our own: those functions are wrapped for the script's calls, and ours are not to wait for ours."""
+"""Tells our own calls of file functions from the script's: the functions are wrapped so that the script waits for our writes, and we must not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A writer of distributed checkpoints over a folder that holds one: the old one is loadable until the new one is.
+"""Saves a distributed checkpoint into a folder that holds one: the old one stays loadable until the new one is.
 
 torch's own writes into the old shards, and removes `.metadata` before it renames the new one to it: a kill meanwhile leaves neither
 checkpoint. `.metadata` names the shards, so new ones may be called anything: here they get names that nothing has yet, and

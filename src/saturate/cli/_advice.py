@@ -39,8 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume-args", type=words, metavar="ARGS",
                         help="what to add to the command when it is started again (default: what its source suggests)")
     parser.add_argument("--budget", type=duration, default=300.0, metavar="TIME", help="how long the command may be watched (default: 5m)")
-    parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="longest silence that is no hang (default: 5m)")
-    parser.add_argument("--step", type=step, metavar="WHAT", help="what ends a step, if it is found wrongly: backward:4, optimizer:1")
+    parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="how long the command may be silent before it counts as hung (default: 5m)")
+    parser.add_argument("--step", type=step, metavar="WHAT", help="what ends a step, where saturate finds the wrong one: backward:4, optimizer:1")
     parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
 
 

@@ -88,7 +88,7 @@ def _no_module(name: str, option: str) -> UsageError:
     return UsageError(
         f"{option}: there is no module {last!r} {where}",
         remedy=suggestion(last, known)
-        or (f"there is {_listed(known)}" if known else "check the name, and the working directory"),
+        or (f"modules there: {_listed(known)}" if known else "check the name, and the working directory"),
     )
 
 

@@ -1,4 +1,4 @@
-"""What is no bug of saturate's own though it shows as one: a library that is not there, a working directory that is gone."""
+"""Problems of the environment that look like a bug of saturate: a library that is missing, a working directory that is gone."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                               "to are searched too)")
     collect.add_argument("--delete", action="store_true", help="do it")
     advise = actions.add_parser("advise", help="how often to save, and whether saving otherwise would help", description=_advice.DESCRIPTION,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+                                formatter_class=parser.formatter_class)
     _advice.configure(advise)
     for action in (verify, export, collect, advise):
         action.add_argument("--store", type=Path, default=None if action in (export,) else STORE, metavar="DIR",

@@ -14,6 +14,7 @@ import argparse
 import importlib
 import io
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -67,12 +68,22 @@ class Parser(argparse.ArgumentParser):
                              remedy=suggestion(str(value), choices) or f"{self.prog} --help")
 
 
+class _Help(argparse.HelpFormatter):
+    """Fills the paragraphs of a description to the terminal's width, and leaves those alone that are indented: lines to copy."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip("\n").split("\n\n")
+        return "\n\n".join(one if one.startswith(" ") else super(_Help, self)._fill_text(one, width, indent) for one in paragraphs)
+
+
 def parser_of(verb: str, module: ModuleType) -> Parser:
     """The option parser of one verb."""
-    parser = Parser(prog=f"saturate {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog=f"saturate {verb}", description=module.__doc__, formatter_class=_Help)
     module.configure(parser)
     if takes_command(module):
-        parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " -- COMMAND [ARGUMENT ...]"
+        usage, tail = parser.format_usage().rstrip(), "-- COMMAND [ARGUMENT ...]"
+        fits = len(usage.rpartition("\n")[2]) + 1 + len(tail) <= shutil.get_terminal_size().columns
+        parser.usage = usage.removeprefix("usage: ") + (" " if fits else "\n" + " " * len(f"usage: {parser.prog} ")) + tail
     return parser
 
 

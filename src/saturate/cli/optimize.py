@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="how many answers may change between right and wrong, whichever way (default: any)",
     )
     parser.add_argument("--relative", action="store_true", help="--max-drop is a share of the model's own score")
-    parser.add_argument("--lower-is-better", action="store_true", help="of the score")
+    parser.add_argument("--lower-is-better", action="store_true", help="a lower score is a better one")
     parser.add_argument(
         "--metric", metavar="KEY", help="which entry counts, where the check returns a dict of several"
     )

@@ -1,9 +1,10 @@
 """Run a training command with a recipe.
 
-saturate replaces itself with the command: arguments, standard output, exit code and signals are the command's own. With
-an empty recipe nothing else happens at all. Nobody of ours is left then to notice that the recipe never took effect: a
-`python -I`, or a PYTHONPATH of its own, is told beforehand where it can be read in the command line or in a shell script; where one
-is started in some other way nothing is said, also with --strict.
+saturate replaces itself with the command: arguments, standard output, exit code and signals are the command's own. With an
+empty recipe nothing else happens at all.
+
+A recipe cannot act in a Python that is started with -I, or with a PYTHONPATH of its own. saturate warns before it starts, where it
+can read that in the command line or in a shell script. It sees no other case, also with --strict: the command then trains as it is.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a recipe that tune wrote; an empty file changes nothing")
     parser.add_argument("--strict", action="store_true", help="refuse when anything the recipe was measured with has changed")
     parser.add_argument("--on-divergence", choices=["warn", "stop"], default="warn",
-                        help="on NaN or a loss spike: say so, or end the run with exit code 5 (default: warn); torchrun, accelerate launch and mp.spawn "
-                             "end with 1 then, and with --max-restarts above 0 train again; an empty recipe watches nothing")
+                        help="on NaN or a loss spike: say so, or end the run with exit code 5 (default: warn). With an empty recipe nothing "
+                             "is watched. Launchers (torchrun, accelerate launch, mp.spawn) end with 1 instead of 5, and with --max-restarts above 0 "
+                             "train again")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -27,7 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", type=ids, metavar="IDS", help="try these techniques only (comma-separated)")
     parser.add_argument("--skip", type=ids, default=frozenset(), metavar="IDS", help="do not try these techniques")
     parser.add_argument("--allow", choices=["convergence"],
-                        help="also consider techniques that change the training itself; of the built-in ones, global-batch is put into a recipe by hand")
+                        help="also try techniques that change the training itself (of the built-in ones only global-batch does, and that one "
+                             "is put into a recipe by hand)")
     parser.add_argument("--threshold", type=percent, default=0.02, metavar="SHARE", help="the gain that counts (default: 2%%)")
     parser.add_argument("--fit", type=memory, metavar="LIMIT",
                         help="find the fastest recipe that needs no more memory than this: 20GiB, 512MiB; of the device, or resident on a CPU")

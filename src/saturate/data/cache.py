@@ -17,7 +17,7 @@ from typing import Any
 
 from saturate import ranks
 from saturate.checkpoints.host_memory import available_bytes
-from saturate.data import cache_key, cache_probe, cache_store
+from saturate.data import cache_key, cache_probe, cache_store, transforms
 from saturate.data.cache_ahead import Ahead, Beside, foreseeable
 from saturate.data.cache_reader import LOOKED, LOOKED_S, CachedDataset, Reader, attributes, same, say
 
@@ -227,9 +227,9 @@ def _key(dataset: Any, found: cache_probe.Found, threads: int, files: dict[str, 
     one, and loader workers have one. Raises Unknowable."""
     if found.refusal:
         return repr([id(value) for value in attributes(dataset)]).encode()      # good enough to go on refusing
-    if found.steps is not None and cache_probe.owner_of(dataset) is None:
+    if found.steps is not None and transforms.owner_of(dataset) is None:
         return b""                      # it has no transform any more
-    source = dataset if found.steps is None else cache_probe.cut(dataset, found.steps)[0]
+    source = dataset if found.steps is None else transforms.cut(dataset, found.steps)[0]
     files = {} if files is None else files
     key = cache_key.digest(source, threads, found.place, files=files)
     others = cache_key.beside(found.opened, files) if len(files) <= cache_key.MOST_MET else {}

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from saturate.data import cache_probe
+from saturate.data import random_states
 from saturate.data.cache_helpers import Helpers
 
 #: Batches that are looked ahead at once; a trial reads no more.
@@ -136,7 +136,7 @@ def fill(reader: Any, indices: list[int], seconds: float, processes: int) -> Non
 
 
 def _store(reader: Any, indices: list[int], deadline: float) -> None:
-    random_state = cache_probe.states()
+    random_state = random_states.states()
     try:
         for index in indices:
             if time.monotonic() > deadline or reader.store.full:
@@ -145,6 +145,6 @@ def _store(reader: Any, indices: list[int], deadline: float) -> None:
     except Exception:  # noqa: BLE001 - an item that cannot be made fails again where the training asks for it
         return
     finally:
-        cache_probe.restore(random_state)
+        random_states.restore(random_state)
         with contextlib.suppress(Exception):    # an object that raises when it is looked at
             reader.left()

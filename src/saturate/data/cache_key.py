@@ -14,7 +14,6 @@ What cannot be told (open files, locks, a model that trains, gigabytes of arrays
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import hashlib
 import os
@@ -25,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from saturate.data import module_files
-from saturate.data.code_names import NO_STEPS, global_names
+from saturate.data.code_names import ENVIRONMENT, environment_names, global_names
 
 #: Most bytes of arrays in memory that are hashed, and most files below folders that are looked at.
 MOST_BYTES = 2 << 30
@@ -38,9 +37,6 @@ _DEEPEST = 60
 _LIBRARIES = ("torch", "torchvision", "torchaudio", "numpy", "pillow", "pillow-simd", "opencv-python", "opencv-python-headless",
               "scipy", "scikit-image", "albumentations", "kornia", "transformers", "tokenizers", "datasets", "pandas", "pyarrow",
               "h5py", "librosa", "soundfile")
-
-#: What reads the environment, by name and as a global under any name.
-_ENVIRONMENT = {"environ": os.environ, "environb": os.environb, "getenv": os.getenv, "getenvb": os.getenvb}
 
 _STDLIB = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
 
@@ -363,7 +359,7 @@ class _Walk:
                 self.code(constant, namespace, depth)
             else:
                 self.value(constant, depth)
-        variables = _variables(code, namespace)
+        variables = environment_names(code, namespace)
         if None in variables:
             raise Unknowable(f"{code.co_qualname} reads environment variables whose names it does not write out")
         for name in sorted(set(variables)):
@@ -372,7 +368,7 @@ class _Walk:
         self.imported(code, namespace, depth)
         for name in global_names(code):
             found = namespace.get(name)
-            if any(found is one for one in _ENVIRONMENT.values()):
+            if any(found is one for one in ENVIRONMENT.values()):
                 continue                # seen above: most of the environment has nothing to do with items
             if isinstance(found, types.ModuleType) and is_users(found.__name__):
                 for meant in named_in(found, code.co_names):
@@ -399,34 +395,6 @@ def of_a_value(function: Any) -> bool:
     """Whether it is a method of something that is told by what it holds: `names.get` of a dictionary."""
     owner = getattr(function, "__self__", None)
     return isinstance(owner, (dict, list, tuple, set, frozenset, str, bytes, bytearray)) or hasattr(owner, "dtype")
-
-
-def _variables(code: types.CodeType, namespace: dict[str, Any]) -> list[Any]:
-    """Names of the environment variables that a piece of code reads; None for each time that it does not write one out."""
-    if not any(_is_environment(name, namespace) for name in (*code.co_names, *code.co_freevars)):
-        return []
-    steps = [step for step in dis.get_instructions(code) if step.opname not in NO_STEPS]
-    return [_variable(steps, place) for place, step in enumerate(steps) if _is_environment(step.argval, namespace)]
-
-
-def _variable(steps: list[dis.Instruction], place: int) -> str | None:
-    """What stands behind `environ` or `getenv`, as in `os.environ["A"]`, `environ.get("A")`, `os.getenv("A", other)`; or before, as
-    in `"A" in os.environ`."""
-    named = place + 1
-    while named < len(steps) and steps[named].argval in ("get", "setdefault", "pop"):
-        named += 1
-    ends = [(step.opname, step.argval, step.argrepr) for step in steps[named + 1:named + 3]]
-    whole = any("SUBSCR" in name or text == "[]" or (name == "CALL" and count == 1) for name, count, text in ends[:1])
-    whole = whole or any(name == "CALL" and count == 2 for name, count, _ in ends[1:])
-    if steps[place + 1].opname == "CONTAINS_OP":
-        named, whole = place - (2 if "ATTR" in steps[place].opname else 1), place > 1
-    if not whole or steps[named].opname != "LOAD_CONST" or not isinstance(steps[named].argval, (str, bytes)):
-        return None
-    return os.fsdecode(steps[named].argval)
-
-
-def _is_environment(name: Any, namespace: dict[str, Any]) -> bool:
-    return isinstance(name, str) and (name in _ENVIRONMENT or any(namespace.get(name) is one for one in _ENVIRONMENT.values()))
 
 
 def named_in(module: types.ModuleType, names: Iterable[str]) -> Iterator[Any]:

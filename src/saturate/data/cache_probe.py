@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import json
 import os
 import random
@@ -20,7 +19,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from saturate.data import cache_codec
+from saturate.data import cache_codec, random_states, transforms
 from saturate.data.cache_fork import fork, wait
 from saturate.data.glance import open_connection, own_generator, unseeded_source
 
@@ -37,9 +36,6 @@ LEAST_GAIN = 1.5
 #: How often reading an item is timed, the least counts: code that runs for the first time takes several times as long.
 READINGS = 3
 
-#: Where a dataset keeps what it does to each sample.
-_ATTRIBUTES = ("transform", "transforms")
-
 
 @dataclass(frozen=True)
 class Found:
@@ -53,129 +49,6 @@ class Found:
     make_s: float = 0.0             # what one item takes, without and with a cache
     read_s: float = 0.0
     opened: tuple[str, ...] = ()    # files that were read to make items, as far as Python opened them: absolute paths
-
-
-# -- datasets with a transform -------------------------------------------------------------------------------------------
-
-
-def owner_of(dataset: Any) -> tuple[list[Any], str] | None:
-    """The datasets from the outermost to the one that has a transform (`Subset` has its `.dataset`), and the
-    attribute's name; None where there is none."""
-    chain: list[Any] = []
-    while dataset is not None and len(chain) < 16:
-        chain.append(dataset)
-        own = getattr(dataset, "__dict__", {})
-        for name in _ATTRIBUTES:
-            if callable(own.get(name)):
-                return chain, name
-        dataset = own.get("dataset")
-    return None
-
-
-def steps_of(transform: Any) -> list[Any]:
-    """The steps that a transform consists of; itself when it does not say."""
-    inner = getattr(transform, "transforms", None)
-    if isinstance(inner, (list, tuple)) and all(map(callable, inner)):
-        return list(inner)
-    torch = sys.modules.get("torch")
-    if torch is not None and type(transform) is torch.nn.Sequential:
-        return list(transform)
-    return [transform]
-
-
-class Prefix:
-    """Stands where a transform stood, and does its first steps only. Remembers the latest result."""
-
-    def __init__(self, steps: list[Any]):
-        self.steps = steps
-        self.calls = 0
-        self.result: Any = None
-
-    def __call__(self, sample: Any) -> Any:
-        self.calls += 1
-        for step in self.steps:
-            sample = step(sample)
-        self.result = sample
-        return sample
-
-    def __reduce__(self) -> Any:
-        return Prefix, (self.steps,)        # what it remembers is no part of it: also for a fingerprint
-
-
-def cut(dataset: Any, count: int) -> tuple[Any, Prefix, list[Any]]:
-    """A copy of `dataset`, sharing its data, whose transform is cut after `count` steps; the stand-in for it; the
-    rest."""
-    found = owner_of(dataset)
-    assert found is not None
-    chain, name = found
-    transform = vars(chain[-1])[name]
-    steps = steps_of(transform)
-    prefix = Prefix(steps[:count])
-    twin = copy.copy(chain[-1])
-    vars(twin)[name] = prefix
-    both = vars(twin).get("transforms")
-    if name == "transform" and getattr(both, "transform", None) is transform:     # torchvision keeps it in two places
-        both = copy.copy(both)
-        vars(both)["transform"] = prefix
-        vars(twin)["transforms"] = both
-    for outer in reversed(chain[:-1]):
-        around = copy.copy(outer)
-        vars(around)["dataset"] = twin
-        twin = around
-    return twin, prefix, steps[count:] if count else [transform]
-
-
-def find_place(item: Any, wanted: Any) -> tuple[Any, ...] | None:
-    """Where in nested tuples, lists and dictionaries the very object `wanted` stands; None unless exactly once."""
-    found = list(_places(item, wanted, ()))
-    return found[0] if len(found) == 1 else None
-
-
-def _places(item: Any, wanted: Any, way: tuple[Any, ...]) -> Any:
-    if item is wanted:
-        yield way
-    elif type(item) in (tuple, list):
-        for index, inner in enumerate(item):
-            yield from _places(inner, wanted, (*way, index))
-    elif type(item) is dict:
-        for key, inner in item.items():
-            yield from _places(inner, wanted, (*way, key))
-
-
-def replaced(item: Any, place: tuple[Any, ...], change: Any) -> Any:
-    """`item` with `change(what stands at place)` there."""
-    if not place:
-        return change(item)
-    first, *rest = place
-    inner = replaced(item[first], tuple(rest), change)
-    if type(item) is tuple:
-        return (*item[:first], inner, *item[first + 1:])
-    item[first] = inner
-    return item
-
-
-def through(steps: list[Any], sample: Any) -> Any:
-    for step in steps:
-        sample = step(sample)
-    return sample
-
-
-def one(dataset: Any, index: int) -> Any:
-    """One item, the way a loader asks for it."""
-    many = getattr(dataset, "__getitems__", None)
-    return many([index])[0] if callable(many) else dataset[index]
-
-
-def made_together(dataset: Any) -> bool:
-    """Whether items of a batch may know of each other. A Subset has `__getitems__`, and asks its dataset for one after the other where
-    that has none."""
-    torch = sys.modules.get("torch")
-    while torch is not None and type(dataset) is torch.utils.data.Subset:
-        dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))
-
-
-# -- looking -------------------------------------------------------------------------------------------------------------
 
 
 def probe(dataset: Any, length: int) -> Found:
@@ -255,7 +128,7 @@ def _drawing(dataset: Any) -> Found | None:
 def _made_twice(dataset: Any, length: int) -> Found:
     indices = list(dict.fromkeys(round(place * (length - 1) / max(1, ITEMS - 1)) for place in range(ITEMS)))
     whole = _whole(dataset, indices, length)
-    if not whole.refusal or owner_of(dataset) is None:
+    if not whole.refusal or transforms.owner_of(dataset) is None:
         return whole
     return _split(dataset, indices)
 
@@ -268,7 +141,7 @@ def _depend_on_batch(dataset: Any, length: int) -> bool:
         if time.monotonic() > until:
             break
         indices = chance.sample(range(length), min(BATCH, length))
-        alone = {index: cache_codec.fingerprint(one(dataset, index)) for index in indices}
+        alone = {index: cache_codec.fingerprint(transforms.one(dataset, index)) for index in indices}
         if not _made_alike(dataset, alone):
             return True
         sizes |= alone
@@ -283,8 +156,8 @@ def _made_alike(dataset: Any, alone: dict[int, bytes]) -> bool:
 def _whole(dataset: Any, indices: list[int], length: int) -> Found:
     records, make_s = [], []
     for index in indices:
-        first, drew, seconds = _made(lambda index=index: one(dataset, index), 1)
-        second, _, again = _made(lambda index=index: one(dataset, index), 2)
+        first, drew, seconds = _made(lambda index=index: transforms.one(dataset, index), 1)
+        second, _, again = _made(lambda index=index: transforms.one(dataset, index), 2)
         try:
             record = cache_codec.encode(first)
         except cache_codec.Unstorable as problem:
@@ -295,7 +168,7 @@ def _whole(dataset: Any, indices: list[int], length: int) -> Found:
             return Found("its items are the same each time, but making them draws random numbers, and later draws would differ")
         records.append(b"".join(record))
         make_s.append(min(seconds, again))
-    if made_together(dataset):
+    if transforms.made_together(dataset):
         made = dataset.__getitems__(list(indices))
         if type(made) is not list:      # a cache would hand over a list
             return Found(f"its __getitems__ returns a {type(made).__name__}")
@@ -307,12 +180,12 @@ def _whole(dataset: Any, indices: list[int], length: int) -> Found:
 
 def _split(dataset: Any, indices: list[int]) -> Found:
     count = min(_same_steps(dataset, index) for index in indices)
-    twin, prefix, rest = cut(dataset, count)
+    twin, prefix, rest = transforms.cut(dataset, count)
     records, make_s, places = [], [], set()
     for index in indices:
         calls = prefix.calls
-        item, drew, seconds = _made(lambda index=index: one(twin, index), 3)
-        place = find_place(item, prefix.result)
+        item, drew, seconds = _made(lambda index=index: transforms.one(twin, index), 3)
+        place = transforms.find_place(item, prefix.result)
         if drew or prefix.calls != calls + 1 or place is None:
             return Found("its items are random outside of its transform, or are changed after it")
         places.add(place)
@@ -321,8 +194,8 @@ def _split(dataset: Any, indices: list[int]) -> Found:
         except cache_codec.Unstorable as problem:
             return Found(f"its items are random, and what comes before their first random step cannot be stored: {problem}")
         make_s.append(seconds)
-        plain, after = _states_of(lambda index=index: one(dataset, index))
-        ours, ours_after = _states_of(lambda item=item, place=place: replaced(item, place, lambda x: through(rest, x)))
+        plain, after = _states_of(lambda index=index: transforms.one(dataset, index))
+        ours, ours_after = _states_of(lambda item=item, place=place: transforms.replaced(item, place, lambda x: transforms.through(rest, x)))
         if cache_codec.fingerprint(plain) != cache_codec.fingerprint(ours) or after != ours_after:
             return Found("its items are random, and doing the steps of its transform one by one gives others")
     if len(places) != 1:
@@ -332,11 +205,11 @@ def _split(dataset: Any, indices: list[int]) -> Found:
 
 def _same_steps(dataset: Any, index: int) -> int:
     """How many first steps of the transform draw no random numbers and give the same twice."""
-    twin, prefix, _ = cut(dataset, 0)
-    one(twin, index)
-    found = owner_of(dataset)
+    twin, prefix, _ = transforms.cut(dataset, 0)
+    transforms.one(twin, index)
+    found = transforms.owner_of(dataset)
     assert found is not None
-    steps = steps_of(vars(found[0][-1])[found[1]])
+    steps = transforms.steps_of(vars(found[0][-1])[found[1]])
     sample = prefix.result
     for count, step in enumerate(steps):
         inputs = copy.deepcopy(sample), copy.deepcopy(sample)       # a step may change its input
@@ -372,54 +245,17 @@ def _middle(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-# -- random numbers ------------------------------------------------------------------------------------------------------
-
-
-def states() -> tuple[Any, ...]:
-    """Of the generators that scripts draw from without saying so."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    return (torch.get_rng_state() if torch else None, random.getstate(), numpy.random.get_state() if numpy else None)
-
-
-def restore(saved: tuple[Any, ...]) -> None:
-    if saved[0] is not None:
-        sys.modules["torch"].set_rng_state(saved[0])
-    random.setstate(saved[1])
-    if saved[2] is not None:
-        sys.modules["numpy"].random.set_state(saved[2])
-
-
-def seed(number: int) -> None:
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None:
-        torch.random.default_generator.manual_seed(number)      # of the CPU only: no device is woken here
-    random.seed(number)
-    if numpy is not None:
-        numpy.random.seed(number)
-
-
-def drawn_since(before: tuple[Any, ...]) -> bool:
-    """Whether random numbers were drawn since these were the states."""
-    return comparable(states()) != comparable(before)
-
-
-def comparable(saved: tuple[Any, ...]) -> tuple[Any, ...]:
-    torch, python, numpy = saved
-    return (None if torch is None else ctypes.string_at(torch.data_ptr(), torch.numel()), python,
-            None if numpy is None else (numpy[0], numpy[1].tobytes(), *numpy[2:]))
-
-
 def _made(make: Any, number: int) -> tuple[Any, bool, float]:
     """What `make` returns under this seed, whether it drew random numbers, and the seconds that it took."""
-    seed(number)
-    before = states()
+    random_states.seed(number)
+    before = random_states.states()
     began = time.perf_counter()
     value = make()
     seconds = time.perf_counter() - began
-    return value, drawn_since(before), seconds
+    return value, random_states.drawn_since(before), seconds
 
 
 def _states_of(make: Any) -> tuple[Any, Any]:
-    seed(6)
+    random_states.seed(6)
     value = make()
-    return value, comparable(states())
+    return value, random_states.comparable(random_states.states())

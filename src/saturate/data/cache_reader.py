@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from saturate import notices
-from saturate.data import cache_codec, cache_helpers, cache_probe, cache_store
+from saturate.data import cache_codec, cache_helpers, cache_store, random_states, transforms
 from saturate.data.glance import LOOKED, LOOKED_S, Watch
 
 #: Share of a process's time that goes into making items again to compare them.
@@ -78,8 +78,8 @@ class Reader:
         self.steps = steps
         self.place = place
         self.off = ""                       # why items come from the source alone
-        self._twin, self._prefix, self._rest = (source, None, []) if steps is None else cache_probe.cut(source, steps)
-        self._together = steps is None and cache_probe.made_together(source)
+        self._twin, self._prefix, self._rest = (source, None, []) if steps is None else transforms.cut(source, steps)
+        self._together = steps is None and transforms.made_together(source)
         self.attributes = attributes(source)    # as this process left them
         self.kept = 0                       # items that this process has stored
         self._began_anew()
@@ -153,18 +153,18 @@ class Reader:
         if whole and not self._due() and (self._uneven or len(sizes) == 1):
             self._read += len(found)
             return found
-        before = cache_probe.states()
+        before = random_states.states()
         began = time.perf_counter()
         made = self._plain(indices)
         if whole:                           # only to compare
             self._spent_s += time.perf_counter() - began
             self._uneven = self._uneven or len(sizes) > 1
-        drew = cache_probe.drawn_since(before)
-        after = cache_probe.states()
+        drew = random_states.drawn_since(before)
+        after = random_states.states()
         try:
             self._compare(indices, found, made, keep=not drew)
         finally:
-            cache_probe.restore(after)
+            random_states.restore(after)
         self._read += len(found) if whole and not self.off else 0
         return made
 
@@ -189,7 +189,7 @@ class Reader:
     def _alone_as_stored(self, index: int) -> bytes:
         """b"" where it cannot be made alone."""
         try:
-            return b"".join(cache_codec.encode(cache_probe.one(self.source, index)))
+            return b"".join(cache_codec.encode(transforms.one(self.source, index)))
         except Exception:  # noqa: BLE001 - whatever the user's dataset raises: a batch may need more than one item
             return b""
 
@@ -204,11 +204,11 @@ class Reader:
             for index in indices:
                 item = self._cached(index)
                 if item is MISSING:
-                    before = before or cache_probe.states()
+                    before = before or random_states.states()
                     item = self._base(index)
                     fresh.append((index, item))
                 items.append(item)
-            drew = before is not None and cache_probe.drawn_since(before)
+            drew = before is not None and random_states.drawn_since(before)
             again = drew or bool(self.off)
         except Exception:
             if len(indices) == 1:
@@ -218,7 +218,7 @@ class Reader:
             return items                    # made by the source, and not to be kept
         if again:
             if before is not None:
-                cache_probe.restore(before)
+                random_states.restore(before)
             if self.off or len(indices) == 1:
                 return self._plain(indices)
             self._alone, self._group, self._read = True, 1, read
@@ -285,14 +285,14 @@ class Reader:
             "items that were read from the cache before may have been old ones")
 
     def _difference(self, index: int, record: bytes) -> str:
-        random_state = cache_probe.states()
+        random_state = random_states.states()
         try:
-            again = b"".join(cache_codec.encode(cache_probe.one(self._twin, index)))
+            again = b"".join(cache_codec.encode(transforms.one(self._twin, index)))
             return "" if again == record else "is not what it was when it was stored"
         except Exception as error:  # noqa: BLE001 - what the user's dataset raises, it raises again where the loop sees it
             return f"cannot be read any more ({type(error).__name__}: {error})"
         finally:
-            cache_probe.restore(random_state)
+            random_states.restore(random_state)
 
     def agrees(self, index: int) -> bool:
         """Whether this process makes an item as it is stored."""
@@ -303,11 +303,11 @@ class Reader:
         """What of an item is cached, made by the source; PLAIN where its transform does not show. Random numbers may have been
         drawn: by an item that is unlike those that were looked at."""
         calls = self._prefix.calls if self._prefix else 0
-        item = cache_probe.one(self._twin, index)
+        item = transforms.one(self._twin, index)
         if self._prefix is None:
             return item
         result, self._prefix.result = self._prefix.result, None
-        shows = self._prefix.calls == calls + 1 and cache_probe.find_place(item, result) == self.place
+        shows = self._prefix.calls == calls + 1 and transforms.find_place(item, result) == self.place
         return item if shows else PLAIN
 
     def _keep(self, items: list[tuple[int, Any]]) -> None:
@@ -333,10 +333,10 @@ class Reader:
 
     def store_ahead(self, indices: list[int]) -> None:
         """Make and store some items, and forget them."""
-        before = cache_probe.states()
+        before = random_states.states()
         made = [(index, self._base(index)) for index in indices]
-        if cache_probe.drawn_since(before):
-            cache_probe.restore(before)
+        if random_states.drawn_since(before):
+            random_states.restore(before)
             for index in indices if len(indices) > 1 else []:
                 self.store_ahead([index])
             return
@@ -352,7 +352,7 @@ class Reader:
     def _finished(self, item: Any) -> Any:
         if self._prefix is None:
             return item
-        return cache_probe.replaced(item, self.place, lambda sample: cache_probe.through(self._rest, sample))
+        return transforms.replaced(item, self.place, lambda sample: transforms.through(self._rest, sample))
 
 
 #: In the place of an item: it is in no cache yet; it is what the source makes of it, whole.

@@ -1,5 +1,5 @@
-"""A glance at what a worker process gets a copy of: equal to an earlier one unless something has changed since; and whether there
-are open files, or random generators, in it.
+"""Fingerprints what a worker process gets a copy of: two are equal unless something has changed in between. Also finds open files and
+random generators in it.
 
 A worker that lives from one epoch to the next keeps the dataset as it was when the worker began. A script that changes it in
 between (a curriculum, an epoch number, labels that are corrected, augmentation that ends) would train on what it no longer has. A

@@ -3,6 +3,7 @@
 What a user calls
     api             optimize(), load()
     result          what it returns
+    scores          what the check returned
     accuracy        Budget; paired statistics: pass, fail, or undecided with the samples that are missing
 
 The search

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
 from saturate.inference import samples, users_code
-from saturate.inference.accuracy import Budget, Scores, UnusableScores, compare, read
+from saturate.inference.accuracy import Budget, compare
 from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.samples import Overlap, Seen, overlap
+from saturate.inference.scores import Scores, UnusableScores, read
 from saturate.report import tracebacks
 
 __all__ = ["Check", "Controls", "Overlap", "Problem", "Scored", "controls", "overlap", "scored"]

@@ -1,4 +1,4 @@
-"""Where a process was when a fault ended it: its own code wrote nothing any more, but Python's faulthandler did."""
+"""Where in its code a process was when a fault (SIGSEGV, say) ended it, as Python's faulthandler wrote it down."""
 
 from __future__ import annotations
 

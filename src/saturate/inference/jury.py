@@ -13,7 +13,8 @@ from typing import Any
 
 from saturate.errors import CheckUnusable, UsageError
 from saturate.inference import accuracy, checking, samples, users_code
-from saturate.inference.accuracy import Budget, Judgement, Scores
+from saturate.inference.accuracy import Budget, Judgement
+from saturate.inference.scores import Scores, UnusableScores
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import Train
 
@@ -72,7 +73,7 @@ class Jury:
             before, scores = before.at(half), scores.at(half)
         try:
             found = accuracy.compare(before, scores, budget, share=share, confirmed_at=confidence)
-        except accuracy.UnusableScores as error:
+        except UnusableScores as error:
             return Judgement("fail", math.inf, None, None, None, str(error))
         return found if self.halves is not None or budget.confidence is None else accuracy.unsplit(found, self.unsplit)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError
 from saturate.inference import artifact, batches, checking, confirm, guards, samples, session, variations
-from saturate.inference.accuracy import Budget, Judgement, Scores
+from saturate.inference.accuracy import Budget, Judgement
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import NotDeployable
 from saturate.inference.failures import WorkerFailed
@@ -26,6 +26,7 @@ from saturate.inference.journal import Journal, key_of, turn, turns_of
 from saturate.inference.jury import Jury
 from saturate.inference.process import Worker
 from saturate.inference.repair import inner
+from saturate.inference.scores import Scores
 from saturate.inference.search import Tried
 from saturate.inference.source import Source
 from saturate.records.inference import ModelFacts

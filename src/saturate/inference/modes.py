@@ -1,4 +1,4 @@
-"""A user's own modules in evaluation mode for a while, and everything of them as it was behind it."""
+"""Puts a user's own modules into evaluation mode for a while, and everything back afterwards."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from saturate.inference.candidates import Candidate, Part
-from saturate.inference.techniques._api import LOSSLESS
+from saturate.inference.techniques._api import LOSSLESS, bound_of
 from saturate.records.inference import ModelFacts
 
 #: Seconds of preparing a small model with a technique that does not say (`PREPARE_S`): a prior, not a claim.
@@ -98,7 +98,7 @@ def expected_speedup(candidate: Candidate, facts: ModelFacts, tried: Mapping[Can
         return SOME * max(same)
     alone = [known.speedup for other, known in tried.items()
              if known.speedup and len(other.parts) == 1 and other.parts[0] in candidate.parts]
-    return max([*alone, *(part.module.bound(facts) or SOME for part in candidate.parts)])
+    return max([*alone, *(bound_of(part.module, facts) or SOME for part in candidate.parts)])
 
 
 def seconds(candidate: Candidate, tried: Mapping[Candidate, Known]) -> float:

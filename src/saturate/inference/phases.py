@@ -1,4 +1,4 @@
-"""Where the time of a search goes, and how late it may be: what is begun or best is not cut off, and somebody is waiting."""
+"""How long each phase of a search took, and how late something may surely end before it is not begun at all."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from saturate.inference.candidates import Candidate, Part
-from saturate.inference.techniques._api import LOSSLESS, Eligible, Ineligible
+from saturate.inference.techniques._api import LOSSLESS, Eligible, Ineligible, bound_of, variants_of
 from saturate.records.inference import ModelFacts
 
 #: A switch that gains less alone is not worth combining; screening sees no less either.
@@ -53,7 +53,7 @@ def pool(registry: Mapping[str, ModuleType], facts: ModelFacts, *, check: bool, 
          skip: Collection[str] = ()) -> Pool:
     """Eligible techniques with their variants, the most promising first."""
     found = Pool(facts=facts)
-    for id, module in sorted(registry.items(), key=lambda entry: -(_bound(entry[1], facts))):
+    for id, module in sorted(registry.items(), key=lambda entry: -(bound_of(entry[1], facts) or 1.0)):
         technique = module.TECHNIQUE
         if (only and id not in only) or id in skip:
             found.refused[id] = LEFT_OUT
@@ -64,14 +64,10 @@ def pool(registry: Mapping[str, ModuleType], facts: ModelFacts, *, check: bool, 
         elif technique.numerics not in LOSSLESS and not check:
             found.refused[id] = "it changes what the model computes, and there is no check to say whether that is acceptable"
         else:
-            _list_of(found, technique).extend(Part(module, options) for options in module.variants(facts))
+            _list_of(found, technique).extend(Part(module, options) for options in variants_of(module, facts))
             if answer.note:
                 found.noted.setdefault(answer.note, []).append(id)
     return found
-
-
-def _bound(module: ModuleType, facts: ModelFacts) -> float:
-    return module.bound(facts) or 1.0
 
 
 def _list_of(found: Pool, technique: object) -> list[Part]:

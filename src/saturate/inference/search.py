@@ -18,10 +18,11 @@ from typing import Any, Literal, Protocol
 
 from saturate.errors import EnvironmentProblem
 from saturate.inference import guards, order, plan, racing
-from saturate.inference.accuracy import Judgement, Scores
+from saturate.inference.accuracy import Judgement
 from saturate.inference.candidates import Candidate
 from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.limits import surely_over_limit
+from saturate.inference.scores import Scores
 from saturate.inference.techniques._api import COMPRESSED_BYTES
 from saturate.inference.tried import Tried, entry_of, rests_on, tried_of
 from saturate.records.inference import Verdict

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.inference import lines
-from saturate.inference.accuracy import Judgement, Scores
+from saturate.inference.accuracy import Judgement
 from saturate.inference.candidates import Candidate
+from saturate.inference.scores import Scores
 from saturate.records.inference import CandidateRecord, Fate, Timing
 
 #: Fates of candidates that work and may be the best.

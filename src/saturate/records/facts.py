@@ -24,7 +24,6 @@ class LoaderFacts:
     iterable: bool = False              # an IterableDataset: worker count changes what is read
     dataset_length: int | None = None
     batch_bytes: int | None = None      # host bytes of one collated batch
-    custom_context: bool = False        # multiprocessing_context or worker_init_fn given by the user
     holds_device_tensors: bool = False  # the dataset yields tensors that already live on an accelerator
     tensor_rows: bool = False           # rows of a TensorDataset, stacked by the default collate function
 
@@ -36,13 +35,11 @@ class OptimizerFacts:
     kind: str = ""                      # class name, "AdamW"
     module: str = ""                    # where the class was defined, "torch.optim.adamw"
     fused: bool | None = None           # the flag of its first group; None: the class has no such flag
-    foreach: bool | None = None
     capturable: bool | None = None
     parameters: int = 0                 # number of tensors
     dtypes: tuple[str, ...] = ()
     sparse: bool = False
     differentiable: bool = False
-    tensor_lr: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,11 +56,9 @@ class ModuleFacts:
     linears: int = 0
     recurrents: int = 0
     recurrent_nets: int = 0             # of these, those that are no cells: nn.RNN, nn.LSTM, nn.GRU
-    dropouts: int = 0                   # layers whose p > 0 (attention and recurrent dropout included)
     batch_norms: int = 0
     attentions: int = 0                 # modules that look like attention
-    repeated_block: str | None = None   # class of the most repeated composite child, when it repeats at least four times
-    repeats: int = 0
+    repeats: int = 0                    # how often its most repeated composite child comes, when that is at least four times
     forward_overridden: bool = False    # `forward` is already an attribute of the instance: not ours to replace
     compiled: bool | None = False       # the script compiles its forward, or a function around it; None: it compiles something
     distributed: bool = False           # wrapped in DistributedDataParallel
@@ -157,7 +152,6 @@ class Evidence:
     """What the agent saw after techniques were applied and warm-up ended: the raw material of activation proofs."""
 
     dynamo_frames: int = 0              # frames that dynamo compiled successfully
-    dynamo_graphs: int = 0
     graph_breaks: int = 0
     recompiles: int = 0
     recompile_limit_hit: bool = False

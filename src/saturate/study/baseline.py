@@ -17,8 +17,9 @@ from saturate.records.analysis import Finding
 from saturate.records.facts import Facts
 from saturate.study import bench as benches
 from saturate.study import ending, sources
-from saturate.study.bench import Bench, Live, Pace, queues
+from saturate.study.bench import Bench
 from saturate.study.candidates import Set, key
+from saturate.study.live import Live, Pace, queues
 from saturate.study.state import Study
 from saturate.study.verification import UPDATES
 from saturate.trial import meter

@@ -8,10 +8,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -19,7 +18,8 @@ from saturate.measure import stationary
 from saturate.records.facts import Evidence
 from saturate.records.result import TrialRecord
 from saturate.study import sources
-from saturate.study.candidates import Set, key, merging
+from saturate.study.candidates import Set, merging
+from saturate.study.live import FIRST_STEPS, Cold, Live, Pace, on_side, queues, timed_losses
 from saturate.study.peaks import Peaks
 from saturate.study.rates import Window, differ, rate
 from saturate.study.store import Store
@@ -30,10 +30,6 @@ from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
 
 #: Longest warm-up, as a share of the budget: a recipe that takes longer to settle is measured as it is then.
 WARM_UP_SHARE = 0.2
-
-#: How much slower a step is beside another process of its kind where both have all cores (measured: minGPT on two cores), and
-#: about how many steps a process runs before its first gate.
-SPINNING, FIRST_STEPS = 8, 5
 
 #: A first step is waited for at least this long, however small the budget.
 LEAST_PATIENCE_S = 60.0
@@ -48,69 +44,7 @@ FIRST_WORD_S, NEXT_WORD_S = 30.0, 120.0
 #: What the baseline leaves in its folder in a study with a memory limit.
 EARLY_FACTS = "early_facts.json"
 
-T = TypeVar("T")
-
 _WORDS = {"B": "backward runs", "S": "its optimizer steps", "C": "its closure runs"}
-
-
-@dataclass(frozen=True)
-class Pace:
-    """What of the baseline tells whether two processes at once win anything. `crowded`: together they have more threads that
-    compute than there are cores. Then threads that wait for each other spin on the cores that the others need."""
-
-    step_s: float
-    startup_s: float
-    crowded: bool
-
-    def loses(self, steps: int) -> bool:
-        """Whether so many steps of both at once take longer than starting one after the other would."""
-        return self.crowded and SPINNING * steps * self.step_s > self.startup_s
-
-
-@dataclass
-class Cold:
-    """A trial that stands at its first gate: it has started, but is not warm."""
-
-    purpose: str
-    trial: Trial
-    techniques: Set
-    hello: dict[str, Any]
-
-
-@dataclass
-class Live:
-    """A trial that is past its warm-up and stands frozen at the gate."""
-
-    trial: Trial
-    techniques: Set
-    hello: dict[str, Any]
-    evidence: Evidence
-    startup_s: float
-    warmup_s: float
-    step_ms: float
-    stationary: bool
-    events: dict[str, float]        # per step
-    record: TrialRecord
-    too_long: bool = False          # even its fastest step took longer than any may: the budget holds no verification run
-
-
-def on_side(side: str, action: Callable[[], T]) -> T:
-    """What `action` returns; a TrialEnded that it raises is that of `side` of a race."""
-    try:
-        return action()
-    except TrialEnded as ended:
-        ended.side = side
-        raise
-
-
-def queues(hello: Mapping[str, Any]) -> bool:
-    """Whether the process of this greeting trains on an accelerator, for which its host queues the work."""
-    return hello.get("device", "cpu") != "cpu"
-
-
-def timed_losses(techniques: Set) -> str:
-    """The study's question whose answer is the losses of the first updates in the latest timed trial of a set."""
-    return f"timed losses {key(techniques)}"
 
 
 class Bench:

@@ -12,6 +12,7 @@ from saturate.study.fates import in_words
 from saturate.study.guidance import promised_gain
 from saturate.study.racing import ADD, SCREEN
 from saturate.study.standing import Standing
+from saturate.techniques._api import bound_of
 
 #: Alone slower than this, a technique is not tried in combination.
 HOPELESS = -0.10
@@ -42,7 +43,7 @@ def disappointing(search: Standing) -> list[Candidate]:
         candidate = search.fates[identity].candidate
         if candidate is None or candidate.id in search.verified or result.gain <= HOPELESS:
             continue
-        promised = promised_gain(identity, candidate.module.bound(search.facts), search.findings)
+        promised = promised_gain(identity, bound_of(candidate.module, search.facts), search.findings)
         if promised >= PROMISING and result.gain < LARGE:
             found.append((promised, candidate))
     return [candidate for _, candidate in sorted(found, key=lambda entry: -entry[0])]

@@ -11,8 +11,8 @@ from statistics import median
 
 from saturate.measure.race import Limits
 from saturate.report import words
-from saturate.study import baseline, deadline, fitting
-from saturate.study.candidates import Candidate, Set
+from saturate.study import baseline, deadline, memory_limit
+from saturate.study.candidates import Candidate, Set, names, ordered
 from saturate.study.ending import failed_again
 from saturate.study.fates import of_end
 from saturate.study.racing import Racer, Result
@@ -77,11 +77,14 @@ def confirm(study: Study, racer: Racer, end: float) -> None:
     finally:
         racer.on_pair = None
     low, high = study.final.gain_ci or (0.0, 0.0)
-    study.say(f"  {study.final.gain:+.1%} [{low:+.1%}, {high:+.1%}]")
+    study.say(f"  {_gain(study.final)}")
     instead = _instead(study, before, study.final, found) if won is None else None
     if instead is not None:
         study.search.results.append(study.final)        # it is told of like any other race
         study.final = instead
+    elif won is None and _back_to_the_first(study, before, study.final):
+        confirm(study, racer, end)
+        return
     if study.final.decision.verdict in ("no_difference", "slower") and not study.search.base:
         _drop(study, kept, study.final.decision.verdict, "the final race did not confirm the gain", study.final)
         return
@@ -97,6 +100,11 @@ def confirm(study: Study, racer: Racer, end: float) -> None:
     study.tuned = (study.store.answer(baseline.tuned_question(kept)) or {}) if won is not None else baseline.observe_tuned(study, racer.bench, kept)
     remarks = [(candidate.id, getattr(candidate.module, "REMARK", "")) for candidate in kept]
     study.notes.extend(f"{identity}: {remark}" for identity, remark in remarks if remark)
+
+
+def _gain(result: Result) -> str:
+    low, high = result.gain_ci or (0.0, 0.0)
+    return f"{result.gain:+.1%} [{low:+.1%}, {high:+.1%}]"
 
 
 def _instead(study: Study, before: Set, final: Result, found: Result | None) -> Result | None:
@@ -115,6 +123,31 @@ def _instead(study: Study, before: Set, final: Result, found: Result | None) -> 
     return found if contradicted else None
 
 
+def _back_to_the_first(study: Study, before: Set, final: Result) -> bool:
+    """Whether the set that joined first takes the place of all that is kept: alone it was faster than the last race says of them all, beyond
+    what both leave open. Something that joined on top of it was called faster for the process that it was raced in, and does harm."""
+    search = study.search
+    assert search is not None
+    if len(search.stairs) < 2:
+        return False
+    first = search.stairs[0][0]
+    alone = ordered((*before, *first))
+    found = has_won(search.stairs[:1], before, alone)
+    later = tuple(one for one in search.kept if one not in alone)
+    verified = all(one.id in search.verified and one in search.kept for one in first)
+    if found is None or not later or not verified or final.gain_ci is None or found.gain_ci is None or final.gain_ci[1] >= found.gain_ci[0]:
+        return False
+    less = f"{_gain(final)} in the last race, {names(alone)} alone {_gain(found)}"
+    study.say(f"  {names(alone)} alone gave {_gain(found)}: back to that")
+    study.notes.append(f"left again: {names(later)}; the whole set gave {less}")
+    search.results.append(final)        # it is told of like any other race
+    for candidate in later:
+        search.settle(candidate, "inconclusive", f"with it {less}")
+        search.fates[candidate.id].gain = search.fates[candidate.id].gain_ci = None
+    search.kept, search.stairs = alone, search.stairs[:1]
+    return True
+
+
 def _not_confirmed(study: Study, before: Set, kept: Set, ended: TrialEnded) -> None:
     """Keep nothing but what was needed to fit, because the last race did not come to its end. Raises where what was there before does
     not run any more."""
@@ -123,7 +156,7 @@ def _not_confirmed(study: Study, before: Set, kept: Set, ended: TrialEnded) -> N
         study.notes.append(f"the last race has too few rounds: {reason}; {ended.outcome.remedy}")
         fate = "inconclusive"
     elif ended.side == "a" and passed_limit(ended, before):
-        study.refusal = fitting.let_go(study.search, reason)
+        study.refusal = memory_limit.let_go(study.search, reason)
         study.say(study.refusal)
         return
     elif ended.side == "a" and kind != "not_in_time":

@@ -1,4 +1,4 @@
-"""What a count of floating-point operations has not seen, by the kernels of a trace.
+"""Floating-point work that the count of a step has missed, found by the kernels of a trace.
 
 The count adds up what torch's dispatcher calls (`agent.flopcount`). Code that launches kernels by itself (an extension or a Triton
 kernel in an autograd.Function, as in Transformer Engine and some versions of flash-attn) is no such call, and neither is the replay

@@ -12,6 +12,7 @@ from saturate.records.facts import Facts
 from saturate.study.candidates import Candidate
 from saturate.study.fates import Fate
 from saturate.study.guidance import LAST, promise
+from saturate.techniques._api import bound_of, variants_of
 
 #: A technique that cannot remove more than this share of a step is not worth a process.
 SMALLEST_BOUND = 0.01
@@ -64,10 +65,10 @@ class Asked:
             return Fate("not_applicable", answer.reason)
         if answer.steadies:
             self.steadying.add(module.TECHNIQUE.id)
-        bound = module.bound(self.facts)
+        bound = bound_of(module, self.facts)
         if bound is not None and bound < SMALLEST_BOUND:
             return Fate("not_applicable", f"could remove at most {100 * bound:.1f} % of a step")
-        variants = [Candidate(module, options) for options in module.variants(self.facts)]
+        variants = [Candidate(module, options) for options in variants_of(module, self.facts)]
         for candidate in variants:
             candidate.chosen()      # asks for its variables
         return bound, variants

@@ -36,8 +36,9 @@ from saturate.records.encoding import encoded
 from saturate.records.facts import Facts
 from saturate.report import words
 from saturate.study import baseline, loadercost, nsight
-from saturate.study.bench import Bench, Live
+from saturate.study.bench import Bench
 from saturate.study.ending import in_our_words
+from saturate.study.live import Live
 from saturate.study.seen import Seen
 from saturate.study.state import Request, Study
 from saturate.study.store import Store, StudyLock, new_run

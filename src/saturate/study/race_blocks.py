@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from saturate.measure import stationary
-from saturate.study.bench import Live, queues
 from saturate.study.candidates import Set, merging
+from saturate.study.live import Live, queues
 from saturate.study.rates import Window, differ, merged, rate
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import Block, TrialEnded

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
 from saturate.measure.race import Limits
-from saturate.study.bench import Live
+from saturate.study.live import Live
 from saturate.study.store import Store
 from saturate.trial import meter
 

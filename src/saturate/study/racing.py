@@ -1,10 +1,15 @@
 """Racing two sets of techniques: fresh pairs of processes, one block of each per round, never both running at once.
 
-Two modes. `concurrent`: both processes of a pair live, one frozen while the other runs its block, in the order A B, B A,
-A B; on a CPU, a block is cut into short turns. `alternate`, for when memory does not hold two: each process runs all its rounds
-alone, A B, B A by pairs; its n-th block is compared with the other's n-th. A process that runs out of memory beside the other one
-is run again, alone: only what it needs itself counts against it. So is A where it fails: it stands still while B starts and runs, for
-minutes where that one compiles, and connections are closed meanwhile. Shared by several races, it is replaced by a young one first.
+Two modes:
+
+    concurrent   both processes of a pair live, one frozen while the other runs its block, in the order A B, B A, A B; on a CPU a block is
+                 cut into short turns
+    alternate    for when memory does not hold two: each process runs all its rounds alone, A B, B A by pairs; its n-th block is compared
+                 with the other's n-th
+
+A process that runs out of memory beside the other one is run again, alone: only what it needs itself counts against it. The same goes for
+A where it fails: it stands still while B starts and runs, for minutes where B compiles, and connections are closed meanwhile. An A that
+several races share is replaced by a young one before that.
 """
 
 from __future__ import annotations
@@ -21,8 +26,9 @@ from statistics import mean, median
 from saturate.measure import race, stationary
 from saturate.measure.race import Decision, Limits
 from saturate.records.result import RaceRecord
-from saturate.study.bench import Bench, Live, on_side
+from saturate.study.bench import Bench
 from saturate.study.candidates import Set, key, names
+from saturate.study.live import Live, on_side
 from saturate.study.race_blocks import (
     begin_alike,
     believe,

@@ -31,7 +31,7 @@ from saturate.records.facts import Facts
 from saturate.study import baseline, ending
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set
-from saturate.study.drilling import ENDED_WELL, Chain, Ran
+from saturate.study.drill_process import ENDED_WELL, Chain, Ran
 from saturate.study.ending import in_our_words
 from saturate.study.resume_option import PATH, resume_words, short, source_of
 from saturate.study.state import Request

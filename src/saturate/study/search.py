@@ -1,15 +1,20 @@
 """The search: screen every eligible technique, add greedily, drop what does not earn its place, confirm.
 
-A technique joins only when it is faster *and* verifies; so whatever the search is interrupted at, the set kept so far is
-measured and verified. What is large and beyond doubt joins while the others are still screened, and they are screened on
-top of it: a faster optimizer is not seen behind a loader that starves it. What is beyond doubt but not large joins before what
-changes where the work runs is screened. What the diagnosis promised and screening did not
-show is tried in a pair with what changes where it runs: smaller numbers may pay only with an allocator that keeps them in cache.
-Where time is left for one turn more, what speaks for itself without a race and what stayed undecided are raced at once (`combining`);
-where there is none to add what is beyond doubt one after the other, that is. What is undecided then is looked at again, and so is what
-contradicts the finding that names it; other variants of what was far slower come after that.
+A technique joins only when it is faster *and* verifies. So whatever the search is interrupted at, the set kept so far is measured and
+verified. In this order:
 
-Under a memory limit that the baseline does not keep, everything stands on `base`, a set that keeps it (`study.fitting`); a trial
+    screen   Race each technique against what is kept. A large gain beyond doubt joins at once, and the others are screened on top of it:
+             a faster optimizer is not seen behind a loader that starves it. Smaller gains beyond doubt join before the techniques that
+             change where the work runs are screened. Where only one more turn begins in time, what speaks for itself without a race
+             and what stayed undecided are raced together (`combining.race_rest`).
+    pair     What the diagnosis promised and screening did not show is tried beside what changes where it runs: numbers in fewer
+             bits may pay only with an allocator that keeps them in cache.
+    add      What is left, the largest gain first: all at once where the time does not do for one after the other.
+    look     What is undecided is looked at again, and so is what contradicts the finding that names it; then come other variants of
+             what was far slower.
+    ablate   Take each kept technique out once. The last race is `confirming`'s.
+
+Under a memory limit that the baseline does not keep, everything stands on `base`, a set that keeps it (`study.memory_limit`); a trial
 that passes the limit is ended like any other that fails.
 """
 
@@ -28,6 +33,7 @@ from saturate.study.guidance import SLOW, promised_gain
 from saturate.study.racing import ADD, SCREEN
 from saturate.study.standing import Standing
 from saturate.study.verification import Verified
+from saturate.techniques._api import bound_of
 
 #: Of the time that is left, what the races for processes that are alike may take where the first says nothing: they need fresh pairs.
 STEADYING = 0.25
@@ -253,7 +259,7 @@ class Search(Standing):
         raced = self.screened.get(candidate.id)
         if fate.fate not in ("slower", "no_difference") or raced is None or len(raced.pairs) > 1 or candidate.module.TECHNIQUE.slow_start:
             return 0.0
-        return promised_gain(candidate.id, candidate.module.bound(self.facts), self.findings)
+        return promised_gain(candidate.id, bound_of(candidate.module, self.facts), self.findings)
 
     def _try_what_is_left(self) -> None:
         for others, first_best in self._left:

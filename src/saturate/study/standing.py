@@ -19,6 +19,7 @@ from saturate.study.fates import Fate, cut_short, how, in_words, of_end
 from saturate.study.guidance import promise
 from saturate.study.racing import ADD, Racer, Result
 from saturate.study.verification import Verified, Verifier
+from saturate.techniques._api import bound_of
 from saturate.trial.outcome import OUT_OF_MEMORY
 from saturate.trial.process import TrialEnded
 
@@ -104,7 +105,7 @@ class Standing:
         return self.promise_of(candidate) <= 1 and not candidate.module.TECHNIQUE.slow_start and not self.saves_memory(candidate)
 
     def promise_of(self, candidate: Candidate) -> int:
-        return promise(candidate.id, candidate.module.bound(self.facts), self.findings, candidate.module.TECHNIQUE.slow_start)[0]
+        return promise(candidate.id, bound_of(candidate.module, self.facts), self.findings, candidate.module.TECHNIQUE.slow_start)[0]
 
     def kept_names(self) -> str:
         return names(self.kept)

@@ -31,7 +31,7 @@ from saturate.measure.race import Limits
 from saturate.records.facts import Facts
 from saturate.records.result import StudyRecord
 from saturate.report import words
-from saturate.study import baseline, confirming, deadline, fitting, profile, sources, summary
+from saturate.study import baseline, confirming, deadline, memory_limit, profile, sources, summary
 from saturate.study.bench import Bench
 from saturate.study.candidates import Set
 from saturate.study.ending import OURS, Interrupted, failed_again, in_our_words
@@ -229,7 +229,7 @@ def _measure(study: Study, bench: Bench) -> None:
     except CannotVerify as refused:
         study.refusal = f"cannot verify: {refused}"
     except LimitPassed as passed:
-        study.refusal = fitting.let_go(search, str(passed))
+        study.refusal = memory_limit.let_go(search, str(passed))
     racer.drop_base()
     if study.refusal is not None:
         study.say(study.refusal)
@@ -241,7 +241,7 @@ def _measure(study: Study, bench: Bench) -> None:
 
 def _fit(study: Study, search: Search) -> None:
     """Find what keeps the memory limit; `study.refusal` says why nothing does."""
-    fitter = fitting.Fitting(search)
+    fitter = memory_limit.Fitting(search)
     try:
         study.refusal = fitter.find()
     except CannotVerify as refused:

@@ -1,4 +1,4 @@
-"""The steps of a profile that were recorded beside those that were only timed: what a profiler, and other steps, make of them."""
+"""Compares the steps that a profile recorded with those that it only timed: how much the profiler slowed them, and whether they are alike."""
 
 from __future__ import annotations
 

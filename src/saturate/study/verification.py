@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 
 from saturate.records.result import NumericsCurve
-from saturate.study.bench import Bench, on_side, timed_losses
+from saturate.study.bench import Bench
 from saturate.study.candidates import Set, key, merging, ordered, weakest
+from saturate.study.live import on_side, timed_losses
 from saturate.trial.process import Trial, TrialEnded
 from saturate.verify import compare as comparison
 from saturate.verify.deviation import FIRST_ACTING

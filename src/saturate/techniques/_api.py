@@ -5,13 +5,14 @@ user's process (`apply`). So a technique imports nothing but the standard librar
 `context.torch`.
 
 A technique module holds, in this order: a docstring with the headings of `HEADINGS`; `TECHNIQUE`; a frozen dataclass
-`Options` whose fields all have defaults; and the functions of `FUNCTIONS`.
+`Options` whose fields all have defaults; the functions of `FUNCTIONS`; and of `OPTIONAL` those whose default does not do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 from saturate.records.facts import Evidence, Facts
@@ -144,12 +145,6 @@ class TechniqueModule(Protocol):
 
     def eligible(self, facts: Facts) -> Eligible | Ineligible: ...
 
-    def variants(self, facts: Facts) -> list[Any]:
-        """Options to try, the most promising first; at least one when eligible."""
-
-    def bound(self, facts: Facts) -> float | None:
-        """The largest share of the step that this can remove (0 to 1), or None when nothing bounds it."""
-
     def apply(self, context: Context, options: Any) -> str:
         """Apply, and return one line for the manifest. Stage "environment" gets a context with only `note`."""
 
@@ -157,6 +152,12 @@ class TechniqueModule(Protocol):
 
     def as_code(self, options: Any) -> str:
         """The lines that a user would write to have the same without saturate."""
+
+    def variants(self, facts: Facts) -> list[Any]:
+        """Optional. Options to try, the most promising first; at least one when eligible. Default: `[Options()]`."""
+
+    def bound(self, facts: Facts) -> float | None:
+        """Optional. The largest share of the step that this can remove (0 to 1), or None when nothing bounds it, which is the default."""
 
 
 #: A technique may have `REMARK`, a sentence that a study notes when it keeps it: under which conditions its gain holds.
@@ -166,4 +167,15 @@ class TechniqueModule(Protocol):
 #: that they own trained parameters, not which of them are called.
 #: One of stage "model" may have `prepare(context, options)`, which is called at the first sign of training, for what must be done
 #: where the script constructs something, or before its first forward. It says nothing; `apply` finds what it left.
-FUNCTIONS = ("eligible", "variants", "bound", "apply", "active", "as_code")
+FUNCTIONS = ("eligible", "apply", "active", "as_code")
+OPTIONAL = ("variants", "bound")
+
+
+def variants_of(module: ModuleType, facts: Any) -> list[Any]:
+    """The options of a technique to try, the most promising first."""
+    return list(module.variants(facts)) if hasattr(module, "variants") else [module.Options()]
+
+
+def bound_of(module: ModuleType, facts: Any) -> float | None:
+    """The most that a technique says it could give; None where it does not say."""
+    return module.bound(facts) if hasattr(module, "bound") else None

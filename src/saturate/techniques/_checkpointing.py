@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from saturate.techniques import _activations, _common
+from saturate.techniques import _activations, _autograd, _common
 from saturate.techniques._api import NotApplied
 from saturate.techniques._budget import KEEP, OPERATORS, WHOLE, Cost, Profile, Visit, headline
 from saturate.techniques._inputs import growth, marked, shapes, without_cache
@@ -121,7 +121,7 @@ class Checkpointing:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if self.phase != "measuring":
                 return original(tensors, *args, **kwargs)
-            tensors = _common.roots(tensors, self.torch)
+            tensors = _autograd.roots(tensors, self.torch)
             self._guarded(self._ends_pass, tensors)
             self._in_backward = True
             try:

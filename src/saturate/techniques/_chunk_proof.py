@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from saturate.techniques import _collectives, _common, _trees
+from saturate.techniques import _autograd, _collectives, _trees
 from saturate.techniques._chunk_modes import (
     Autocast,
     Randomness,
@@ -392,7 +392,7 @@ class Proof:
         torch = self.torch
         found = {tensor.dtype for tensor in (*outputs, *self.parameters)}
         return [str(dtype).removeprefix("torch.") for dtype in (torch.bfloat16, torch.float16)
-                if dtype in found or _common.computed_in(outputs, dtype, torch)]
+                if dtype in found or _autograd.computed_in(outputs, dtype, torch)]
 
     def _tolerance(self, tensor: Any) -> float:
         found = [_TOLERANCE.get(str(tensor.dtype).removeprefix("torch."), _TOLERANCE["float32"]),
@@ -417,7 +417,7 @@ def _leaves(outputs: list[Any]) -> Iterator[Any]:
         if node in seen:
             continue
         seen.add(node)
-        if (leaf := _common.leaf_of(node)) is not None:
+        if (leaf := _autograd.leaf_of(node)) is not None:
             yield leaf
         pending.extend(parent for parent, _ in node.next_functions if parent is not None)
 

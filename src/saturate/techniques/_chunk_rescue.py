@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from saturate.techniques import _common, _trees
+from saturate.techniques import _autograd, _trees
 from saturate.techniques._chunk_modes import Autocast, Randomness, agrees, devices_of, glimpse
 from saturate.techniques._chunks import DRAWS, free, out_of_memory, without_frames
 from saturate.techniques._weakly import held_weakly
@@ -81,7 +81,7 @@ class Rescue:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.batches:
                 return self.original(tensors, *args, **kwargs)
-            tensors = _common.roots(tensors, torch)
+            tensors = _autograd.roots(tensors, torch)
             before = [(p, (gradient := p.grad) is not None and (gradient, gradient._version)) for p in self.leaves()]
             try:
                 result = self.original(tensors, *args, **kwargs)
@@ -206,7 +206,7 @@ def _refuse(batches: list[Batch], problem: str, failure: Exception) -> None:
 
 def node_key(node: Any) -> tuple[int, str]:
     """Of a node in the graph of one thread, without holding it: a mark on the node itself costs 25 microseconds in its backward."""
-    return node._sequence_nr(), _common.node_name(node)
+    return node._sequence_nr(), _autograd.node_name(node)
 
 
 def leads_to(pending: list[Any], nodes: dict[tuple[int, str], int]) -> tuple[list[int], list[Any]]:
@@ -219,7 +219,7 @@ def leads_to(pending: list[Any], nodes: dict[tuple[int, str], int]) -> tuple[lis
         seen.add(node)
         if node_key(node) in nodes:
             outputs.append(nodes[node_key(node)])
-        elif (leaf := _common.leaf_of(node)) is not None:
+        elif (leaf := _autograd.leaf_of(node)) is not None:
             leaves.append(leaf)
         else:
             pending.extend(parent for parent, _ in node.next_functions)

@@ -1,10 +1,10 @@
-"""What several techniques need: what they ask of the facts, trees of tensors, and looking into an autograd graph."""
+"""What several techniques need: what they ask of the facts, trees of tensors, and wrapping the trained modules."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from saturate.records.facts import Facts, LoaderFacts, ModuleFacts
@@ -122,24 +122,6 @@ def why_no_chunks(facts: Facts) -> Ineligible | None:
     return None
 
 
-def why_no_autocast(facts: Facts) -> Ineligible | None:
-    """Why no autocast can help, whatever its dtype; None when one might."""
-    if facts.autocast:
-        return Ineligible(_own_autocast(facts.autocast))
-    if facts.steps_in_forward:
-        return Ineligible(_STEPS_IN_FORWARD)
-    if facts.grad_scaler:
-        return Ineligible("the script scales its loss itself, so it manages its own precision")
-    modules = facts.modules
-    if not modules:
-        return Ineligible("no trained module was seen")
-    if not any("float32" in module.dtypes for module in modules):
-        return Ineligible("the trained modules hold no float32 parameters")
-    if not (multiplies(facts) or convolves(facts)):
-        return Ineligible("the trained modules have no matrix products or convolutions to speed up")
-    return None
-
-
 def convolves(facts: Facts) -> bool:
     """Whether a trained module has layers of convolutions, in any number of dimensions."""
     return any(module.convolutions or module.other_convolutions for module in facts.modules)
@@ -151,14 +133,6 @@ def multiplies(facts: Facts) -> bool:
     if any(module.linears or module.recurrents or module.attentions for module in facts.modules):
         return True
     return bool(facts.modules and facts.flops_per_step) and not convolves(facts)
-
-
-#: As in implementations of MAML, whose module trains an inner one when it is called.
-_STEPS_IN_FORWARD = "the model's forward trains it: its backward pass and the optimizer's step would run under autocast, too"
-
-
-def _own_autocast(dtype: str) -> str:
-    return f"the script already runs under {dtype} autocast"
 
 
 def reals(tensor: Any, torch: Any) -> Any:
@@ -240,56 +214,6 @@ def shares_memory(tensor: Any, torch: Any) -> bool:
     return memory_holders(tensor, torch) > memory_holders(torch.empty(1, device="cpu"), torch) or (tensor.device.type == "cpu" and tensor.is_shared())
 
 
-def roots(given: Any, torch: Any) -> tuple[Any, ...]:
-    """What `torch.autograd.backward` is to begin with, tensors and edges of the graph. Whoever looks at it passes this on:
-    a generator gives its losses only once."""
-    if torch.overrides.is_tensor_like(given) or isinstance(given, torch.autograd.graph.GradientEdge):
-        return (given,)
-    return tuple(given)
-
-
-def graph_nodes(output: Any, torch: Any, limit: int = 4000) -> Iterator[Any]:
-    """Nodes of the autograd graph that produced `output`, breadth first."""
-    pending = [tensor.grad_fn for tensor in tensors(output, torch) if tensor.grad_fn is not None]
-    seen = set()
-    while pending and len(seen) < limit:
-        node = pending.pop(0)
-        if node in seen:
-            continue
-        seen.add(node)
-        yield node
-        pending.extend(parent for parent, _ in node.next_functions if parent is not None)
-
-
-def node_name(node: Any) -> str:
-    """The name of an autograd node. Of a function of the script's own, the node has the attributes that its author gave `ctx`, `name`
-    too, which hide the node's."""
-    return str(type(node).name(node))
-
-
-def leaf_of(node: Any) -> Any:
-    """The tensor that an autograd node adds to the gradient of; None of other nodes, whatever their authors call `variable`."""
-    return node.variable if type(node).__name__ == "AccumulateGrad" else None
-
-
-def computed_in(output: Any, dtype: Any, torch: Any) -> str:
-    """The name of an autograd node behind `output` that worked in `dtype`, or "" when there is none.
-
-    Eager nodes tell by the dtype of their results, without unpacking what they saved: unpacking under activation
-    checkpointing would run the forward again. A compiled region is one node whose results may be float32 while its
-    inside is not, so there the saved tensors are looked at; nothing inside a compiled region is checkpointed by hooks.
-    """
-    for node in graph_nodes(output, torch):
-        if node_name(node).startswith("ToCopy"):
-            continue        # a cast proves nothing about the arithmetic
-        results = [metadata.dtype for metadata in getattr(node, "_input_metadata", ())]
-        if "CompiledFunction" in node_name(node):
-            results += [saved.dtype for saved in _saved_tensors(node)]
-        if dtype in results:
-            return node_name(node)
-    return ""
-
-
 def capturing(torch: Any) -> bool:
     """Whether what is queued now goes into a CUDA graph of the script's own. Without CUDA it costs nothing, and starts no driver."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -302,14 +226,6 @@ def device_of(context: Any) -> Any:
     stepped = (p for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"])
     found = (p.device for p in itertools.chain(trained, stepped) if p.device.type == context.device)
     return next(found, None) or context.torch.device(context.device or "cpu")
-
-
-def _saved_tensors(node: Any) -> tuple[Any, ...]:
-    """None once a backward pass has used and freed them."""
-    try:
-        return tuple(getattr(node, "saved_tensors", ()))
-    except RuntimeError:
-        return ()
 
 
 def observe_first_call(context: Any, module: Any, look: Callable[[Any], None]) -> None:
@@ -351,64 +267,3 @@ def wrap_all(context: Any, wrap_one: Callable[[Any], None]) -> int:
     if len(refusals) == len(context.modules):
         raise refusals[0]
     return len(context.modules) - len(refusals)
-
-
-def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool] = lambda: True,
-                  inside: Callable[[Any, Any], list[Any]] | None = None) -> int:
-    """Run each trained module's forward under autocast, hand its outputs back as float32, and note (under `key`) the
-    first autograd node that really computed in `dtype`. Returns how many modules were wrapped: the trained ones, or those parts of
-    them that `inside(torch, module)` names. Not where the script autocasts itself: its nodes would be taken for what this did."""
-    if context.autocast:
-        raise NotApplied(_own_autocast(context.autocast))
-    if context.steps_in_forward:
-        raise NotApplied(_STEPS_IN_FORWARD)
-    torch, device = context.torch, context.device
-    caches = not cache_loses_gradients(context, dtype)
-
-    def widen(tensor: Any) -> Any:
-        return tensor.float() if tensor.dtype == dtype else tensor
-
-    def wrap(inner: Any) -> Any:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not wanted():
-                return inner(self, *args, **kwargs)
-            with torch.autocast(device, dtype=dtype, cache_enabled=caches):
-                output = inner(self, *args, **kwargs)
-            return map_tensors(output, widen, torch)
-
-        return forward
-
-    def look(output: Any) -> None:
-        node = computed_in(output, dtype, torch)
-        if node:
-            context.note(key, f"{node} computed in {str(dtype).removeprefix('torch.')}")
-
-    def wrap_one(module: Any) -> None:
-        if dtype != torch.float16 and any(isinstance(part, torch.nn.DataParallel) and len(part.device_ids) > 1 for part in module.modules()):
-            raise NotApplied("the threads of torch.nn.DataParallel autocast to float16, whatever the dtype around them")
-        parts = [module] if inside is None else inside(torch, module)
-        if not parts:
-            raise NotApplied(f"{type(module).__name__} has no layer that could compute in {str(dtype).removeprefix('torch.')} alone")
-        for part in parts:
-            context.wrap_forward(part, AUTOCAST_ORDER, wrap, around=True)
-        wrapped.extend(parts)
-        observe_first_call(context, module, look)
-
-    wrapped: list[Any] = []
-    wrap_all(context, wrap_one)
-    return len(wrapped)
-
-
-AUTOCAST_ORDER = 30
-
-
-def cache_loses_gradients(context: Any, dtype: Any) -> bool:
-    """Whether this torch takes a weight that autocast has cast under `no_grad` once more where gradients are wanted: they would end
-    there. A diffusion model that is conditioned on itself runs its net so."""
-    torch, device = context.torch, device_of(context)
-    with torch.inference_mode(False), torch.enable_grad():
-        weight = torch.ones(1, 1, device=device, requires_grad=True)
-        with torch.autocast(device.type, dtype=dtype):
-            with torch.no_grad():
-                torch.mm(weight, weight)
-            return torch.mm(weight, weight).grad_fn is None

@@ -1,5 +1,5 @@
-"""What a sampler draws for batches that workers are asked for ahead comes into view when the training asks for those batches, as it
-does without workers. Used by `loader-workers`.
+"""Keeps the random draws of a sampler as they are without workers: what is drawn ahead for them shows only when the training asks for
+those batches. Used by `loader-workers`.
 
 RandomSampler draws once more from its generator behind its last index. Asked ahead, it would do so in a pass that is left before its
 end, or before what the script draws from that generator: every later epoch would be in another order.

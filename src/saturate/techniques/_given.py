@@ -1,4 +1,4 @@
-"""Knowing again the loaders that a technique has changed, by their datasets: when it changes one, only its arguments are there. No
+"""Recognises the loaders that a technique has changed, by their datasets: when it changes one, only its arguments are there. No
 dataset is kept alive longer than its loaders. Used by `loader-workers`."""
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from saturate.techniques import _common
+from saturate.techniques import _autograd
 from saturate.techniques._chunk_modes import Randomness, devices_of, hooks_set_aside, steady
 from saturate.techniques._chunk_plan import NotSplittable
 from saturate.techniques._chunk_proof import _NOISE, _TOLERANCE, _TOLERANCE_TF32, Watch
@@ -84,7 +84,7 @@ def _micro_step(trainer: Any, run: Run, batch: Any, members: int, parameters: li
     if len(losses) != 1:
         raise NotMergeable(f"a micro-step has {len(losses)} backward passes")
     loss = losses[0]
-    formats = {name for name in ("bfloat16", "float16") if _common.computed_in(loss, getattr(torch, name), torch)}
+    formats = {name for name in ("bfloat16", "float16") if _autograd.computed_in(loss, getattr(torch, name), torch)}
     scaler = getattr(trainer.accelerator, "scaler", None)
     with hooks_set_aside(parameters):
         gradients = torch.autograd.grad(loss if scaler is None else scaler.scale(loss), parameters, allow_unused=True)

@@ -1,4 +1,4 @@
-"""Passes over a DataLoader that was given workers, as they are without: the same order, the same draws, and nothing more alive than it must be.
+"""Iterating a DataLoader that was given workers as if it had none: the same order, the same random draws, and nothing kept alive for longer.
 
 `loader-workers` decides who gets workers; here is what follows from that in torch's own iterators.
 """

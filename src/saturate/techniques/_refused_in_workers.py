@@ -1,4 +1,4 @@
-"""How a pass over a loader goes on in the training process, as the script wrote it, where its workers refuse their work or are lost.
+"""Where a loader's workers refuse their work or are lost, its pass goes on in the training process, as the script wrote it.
 Used by `loader-workers`.
 
 What workers refuse: the use of CUDA, and a call of the model that is being trained.

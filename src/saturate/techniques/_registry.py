@@ -20,7 +20,7 @@ from typing import Any
 
 from saturate import plugins
 from saturate.errors import TechniqueError
-from saturate.techniques._api import ACTS_ON, FUNCTIONS, HEADINGS, NUMERICS, STAGES, Technique, Touch
+from saturate.techniques._api import ACTS_ON, FUNCTIONS, HEADINGS, NUMERICS, OPTIONAL, STAGES, Technique, Touch
 from saturate.techniques._interrupts import from_signal_handler
 
 GROUP = "saturate.techniques"
@@ -28,9 +28,8 @@ GROUP = "saturate.techniques"
 #: Options go into a TOML recipe, so a field is one of these.
 SCALARS = (bool, int, float, str)
 
-_PARAMETERS = {
-    "eligible": 1, "variants": 1, "bound": 1, "apply": 2, "active": 2, "as_code": 1, "environment": 1,
-}
+#: How many positional arguments each function of a technique takes.
+PARAMETERS = {"eligible": 1, "variants": 1, "bound": 1, "apply": 2, "active": 2, "as_code": 1, "environment": 1}
 
 
 def load() -> dict[str, ModuleType]:
@@ -91,9 +90,14 @@ def _import(name: str, path: str | None) -> ModuleType:
 def check(module: ModuleType) -> list[str]:
     """Everything about the module's shape that breaks the contract; empty when it is well formed."""
     environment = getattr(getattr(module, "TECHNIQUE", None), "stage", None) == "environment"
-    names = (*FUNCTIONS, *(("environment",) if environment else ()))
+    names = functions(module, "environment") if environment else functions(module)
     return [*documentation_problems(module), *metadata_problems(module, STAGES), *options_problems(module), *merging_problems(module),
-            *function_problems(module, {name: _PARAMETERS[name] for name in names})]
+            *function_problems(module, {name: PARAMETERS[name] for name in names})]
+
+
+def functions(module: ModuleType, *more: str) -> list[str]:
+    """The names of those that the module must have, and of the optional ones that it has."""
+    return [*FUNCTIONS, *more, *(name for name in OPTIONAL if hasattr(module, name))]
 
 
 def documentation_problems(module: ModuleType) -> list[str]:

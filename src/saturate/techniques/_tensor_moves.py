@@ -1,4 +1,4 @@
-"""`Tensor.to` and `Tensor.cuda`, which techniques wrap for copies to a device, and loaders whose batches they pin."""
+"""Copies to a device: are a technique's wrappers of `Tensor.to` and `Tensor.cuda` still in place, and what can be pinned for them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is handed to a process that goes on (an exit, a class of torch's, the list of what is to be undone) must not hold what a training
-has left behind: a script drops its model to make room for the next."""
+"""Callbacks that do not keep a model alive. What outlives a training (an exit handler, a class of torch's, the list of what is to be undone)
+must not hold what it has left behind: a script drops its model to make room for the next."""
 
 from __future__ import annotations
 

@@ -116,10 +116,6 @@ def variants(facts: Facts) -> list[Options]:
     return [Options(share=0.75), Options(share=0.5), Options(share=0.25), Options(mode="blocks")]
 
 
-def bound(facts: Facts) -> float | None:
-    return None
-
-
 def apply(context: Any, options: Options) -> str:
     if not context.modules:
         raise NotApplied("no trained module is known")

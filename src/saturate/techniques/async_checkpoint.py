@@ -91,14 +91,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
                     f"{facts.save_s / facts.saves:.3f} s each")
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
-def bound(facts: Facts) -> float | None:
-    return None         # checkpoints are rare: their share depends on how long the run is observed
-
-
 def apply(context: Any, options: Options) -> str:
     from saturate.checkpoints import seams
     from saturate.checkpoints.costs import Costs

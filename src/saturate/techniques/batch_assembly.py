@@ -64,10 +64,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     return Eligible("rows of tensors in memory are stacked one by one") if refused is None else refused
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
 def bound(facts: Facts) -> float | None:
     return _common.waiting(facts)
 

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _common
+from saturate.techniques import _autocast, _common
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 
 TECHNIQUE = Technique(
@@ -54,7 +54,7 @@ TECHNIQUE = Technique(
     numerics="precision",
     stage="model",
     acts_on="modules",
-    touches=(Touch("forward", _common.AUTOCAST_ORDER), Touch("autocast")),
+    touches=(Touch("forward", _autocast.AUTOCAST_ORDER), Touch("autocast")),
     fallbacks=True,
 )
 
@@ -67,7 +67,7 @@ class Options:
 
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
-    refusal = _common.why_no_autocast(facts)
+    refusal = _autocast.why_no_autocast(facts)
     if refusal is not None:     # a refusal is false
         return refusal
     native = {"cuda": facts.cuda_bf16_native, "cpu": facts.machine.cpu_bf16_native}.get(facts.device, False)
@@ -87,7 +87,7 @@ def bound(facts: Facts) -> float | None:
 
 def apply(context: Any, options: Options) -> str:
     inside = layers_of if options.scope == "layers" else None
-    count = _common.wrap_autocast(context, context.torch.bfloat16, TECHNIQUE.id, inside=inside)
+    count = _autocast.wrap_autocast(context, context.torch.bfloat16, TECHNIQUE.id, inside=inside)
     what = "module(s)" if inside is None else "linear and convolution layer(s)"
     return f"forward of {count} {what} under bfloat16 autocast, outputs in float32"
 

@@ -90,10 +90,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     return Eligible(f"{sum(module.convolutions for module in modules)} 2-d convolutions")
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
 def bound(facts: Facts) -> float | None:
     return _common.computing(facts)
 

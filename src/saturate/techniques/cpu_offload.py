@@ -99,10 +99,6 @@ def _fits(needed_bytes: int, facts: Facts) -> bool:
     return memory is None or needed_bytes * max(1, facts.world_size) <= HOST_SHARE * memory
 
 
-def bound(facts: Facts) -> float | None:
-    return None
-
-
 def apply(context: Any, options: Options) -> str:
     if context.device != "cuda":
         raise NotApplied(f"the training is on {context.device or 'no known device'}, not on a CUDA device")

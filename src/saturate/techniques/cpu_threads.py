@@ -81,10 +81,6 @@ def variants(facts: Facts) -> list[Options]:
     return found or [Options(threads=cores)]
 
 
-def bound(facts: Facts) -> float | None:
-    return None
-
-
 def environment(options: Options) -> dict[str, str]:
     variables = {"OMP_NUM_THREADS": str(options.threads), "MKL_NUM_THREADS": str(options.threads)}
     if options.bind:

@@ -70,10 +70,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     return Eligible("convolutions on CUDA with few input shapes")
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
 def bound(facts: Facts) -> float | None:
     return _common.computing(facts)
 

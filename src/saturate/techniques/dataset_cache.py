@@ -79,7 +79,8 @@ FOLDER, AHEAD = "SATURATE_DATA_CACHE", "SATURATE_DATA_AHEAD_S"
 
 @dataclass(frozen=True)
 class Options:
-    """`where` is "file" or "memory" (one for each rank, gone with its process). `max_gb` 0: half of what is free."""
+    """`where` is "file" or "memory" (one for each rank, gone with its process), which is for disks that cannot take it: a warm file
+    lies in the page cache anyway. `max_gb` 0: half of what is free."""
 
     where: Literal["file", "memory"] = "file"
     max_gb: float = field(default=0.0, metadata={"minimum": 0.0, "maximum": 1e9})
@@ -95,10 +96,6 @@ def _refusal(loader: LoaderFacts) -> str:
 
 def eligible(facts: Facts) -> Eligible | Ineligible:
     return _common.waits_for_loaders(facts, _refusal)
-
-
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]      # a warm file lies in the page cache: memory is for disks that cannot take it
 
 
 def bound(facts: Facts) -> float | None:

@@ -76,10 +76,6 @@ def variants(facts: Facts) -> list[Options]:
     return found
 
 
-def bound(facts: Facts) -> float | None:
-    return None
-
-
 def apply(context: Any, options: Options) -> str:
     if not context.torch.distributed.is_available():
         raise NotApplied("this torch was built without distributed training")

@@ -115,10 +115,6 @@ def variants(facts: Facts) -> list[Options]:
     return [Options(limit_bytes=facts.memory_limit_bytes or 0)]
 
 
-def bound(facts: Facts) -> float | None:
-    return None
-
-
 def apply(context: Any, options: Options) -> str:
     rescue = _chunk_rescue.Rescue(context)
 

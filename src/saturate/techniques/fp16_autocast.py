@@ -51,7 +51,7 @@ from typing import Any
 
 from saturate import notices
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _closures, _common
+from saturate.techniques import _autocast, _autograd, _closures, _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 from saturate.techniques._weakly import held_weakly
 
@@ -60,7 +60,7 @@ TECHNIQUE = Technique(
     title="float16 autocast with loss scaling",
     numerics="precision",
     stage="model",
-    touches=(Touch("forward", _common.AUTOCAST_ORDER), Touch("autocast"), Touch("backward", 10)),
+    touches=(Touch("forward", _autocast.AUTOCAST_ORDER), Touch("autocast"), Touch("backward", 10)),
 )
 
 
@@ -85,7 +85,7 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
         return Ineligible("the device has bfloat16 arithmetic, which needs no loss scaling")
     if not facts.capability or tuple(facts.capability) < (7, 0):
         return Ineligible("the device has no float16 tensor cores")
-    refusal = _common.why_no_autocast(facts)
+    refusal = _autocast.why_no_autocast(facts)
     if refusal is not None:     # a refusal is false
         return refusal
     if not facts.optimizers:
@@ -93,10 +93,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     if any(optimizer.sparse or optimizer.kind == "LBFGS" for optimizer in facts.optimizers):
         return Ineligible("loss scaling does not work with sparse gradients or closures that run backward")
     return Eligible("float32 matrix products or convolutions on a device with float16 tensor cores only")
-
-
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
 
 
 def bound(facts: Facts) -> float | None:
@@ -110,7 +106,7 @@ def apply(context: Any, options: Options) -> str:
     reason = scaler.hooked(p for o in context.optimizers for p in _parameters(o)) or _hooked_module(context.modules)
     if reason:
         raise NotApplied(reason)
-    count = _common.wrap_autocast(context, context.torch.float16, TECHNIQUE.id, lambda: not scaler.stopped)
+    count = _autocast.wrap_autocast(context, context.torch.float16, TECHNIQUE.id, lambda: not scaler.stopped)
     for optimizer in context.optimizers:
         context.on_undo(optimizer.register_step_pre_hook(scaler.before_step).remove)
     autograd, tensor = context.torch.autograd, context.torch.Tensor
@@ -161,7 +157,7 @@ class _Scaler:
         self, original: Any, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None,
         create_graph: bool = False, *rest: Any, **named: Any,
     ) -> None:
-        tensors = outputs = _common.roots(tensors, self.torch)
+        tensors = outputs = _autograd.roots(tensors, self.torch)
         if self._nested():      # reentrant checkpointing: what comes in is scaled already, and so must be what the inputs get
             owners, found = self._owners(), self._reached(outputs, ())[0] if self.passes else []
             trained = [tensor for tensor in found if id(tensor) in owners or isinstance(tensor, self.torch.nn.Parameter)]
@@ -214,10 +210,10 @@ class _Scaler:
         known = [*_common.tensors(inputs, self.torch), *(tensor for tensor in _common.tensors(outputs, self.torch) if tensor.is_leaf)]
         found = {id(tensor): tensor for tensor in known}
         reason = ""
-        for node in _common.graph_nodes(outputs, self.torch, limit=sys.maxsize):
-            if (leaf := _common.leaf_of(node)) is not None:
+        for node in _autograd.graph_nodes(outputs, self.torch, limit=sys.maxsize):
+            if (leaf := _autograd.leaf_of(node)) is not None:
                 found[id(leaf)] = leaf
-            elif _common.node_name(node).startswith("BackwardHookFunction"):
+            elif _autograd.node_name(node).startswith("BackwardHookFunction"):
                 reason = "the script hooks the backward of a module, and would see scaled gradients"
         for optimizer in self.optimizers():       # whole: a function of the script's own may add to gradients by itself
             own = {id(parameter): parameter for parameter in _parameters(optimizer)}

@@ -100,10 +100,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     return Eligible(f"{', '.join(sorted(kinds))} can run fused")
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
 def bound(facts: Facts) -> float | None:
     return _common.share(facts.optimizer_ms, facts.step_ms)
 

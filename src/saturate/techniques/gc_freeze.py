@@ -72,10 +72,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     return Eligible(f"the collector takes {pause:.1%} of a step, with {facts.gc_objects:,} objects tracked")
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
 def bound(facts: Facts) -> float | None:
     return _common.share(facts.gc_ms_per_step, facts.step_ms)
 

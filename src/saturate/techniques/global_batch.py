@@ -86,14 +86,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
                       "see samples per second with `saturate fit`, and put it into a recipe by hand")
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
-def bound(facts: Facts) -> float | None:
-    return None
-
-
 def apply(context: Any, options: Options) -> str:
     loaders = Loaders(context, options.factor)
     context.on_loader(loaders.rewrite)

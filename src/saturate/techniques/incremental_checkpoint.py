@@ -92,14 +92,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
                       "what it would save, and a recipe takes it by hand")
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
-def bound(facts: Facts) -> float | None:
-    return None
-
-
 def apply(context: Any, options: Options) -> str:
     torch = context.torch
 

@@ -109,10 +109,6 @@ def variants(facts: Facts) -> list[Options]:
     return [Options(factor) for factor in dict.fromkeys((count, least))]
 
 
-def bound(facts: Facts) -> float | None:
-    return None
-
-
 def apply(context: Any, options: Options) -> str:
     trainer = _hf_trainer.running()
     if trainer is None:

@@ -110,10 +110,6 @@ def variants(facts: Facts) -> list[Options]:
     return [Options(chunks=2), Options(chunks=4), Options(chunks=8)]
 
 
-def bound(facts: Facts) -> float | None:
-    return None
-
-
 def apply(context: Any, options: Options) -> str:
     def wrap(module: Any) -> None:
         say = _chunk_guard.speaker(context, TECHNIQUE.id, module)

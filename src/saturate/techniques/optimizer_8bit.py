@@ -88,14 +88,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     return Eligible("two averages per parameter can rest in 8 bits each")
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
-def bound(facts: Facts) -> float | None:
-    return None
-
-
 def apply(context: Any, options: Options) -> str:
     classes = {getattr(context.torch.optim, kind) for kind in KINDS}
     suitable = [optimizer for optimizer in context.optimizers if type(optimizer) in classes and _steps_in_pieces(optimizer)]

@@ -108,14 +108,6 @@ def _why_not(optimizer: OptimizerFacts) -> str:
     return ""
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
-def bound(facts: Facts) -> float | None:
-    return None
-
-
 def apply(context: Any, options: Options) -> str:
     torch = context.torch
     if not context.optimizers:

@@ -80,10 +80,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     return _common.copies_batches(facts)
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
 def bound(facts: Facts) -> float | None:
     return _common.bound_of_copies(facts)
 

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.records.facts import Evidence, Facts
-from saturate.techniques import _blocks, _common
+from saturate.techniques import _autograd, _blocks, _common
 from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 
 ORDER = 20
@@ -149,7 +149,7 @@ def apply(context: Any, options: Options) -> str:
         return forward
 
     def look(output: Any) -> None:
-        used = [name for name in map(_common.node_name, _common.graph_nodes(output, torch)) if "ScaledDotProduct" in name]
+        used = [name for name in map(_autograd.node_name, _autograd.graph_nodes(output, torch)) if "ScaledDotProduct" in name]
         if used and node and used[0].startswith(node):
             context.note(TECHNIQUE.id, f"the autograd graph holds {used[0]}")
         elif not node and not used:

@@ -65,10 +65,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     return Eligible("float32 matrix products on a device with TensorFloat-32")
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
 def bound(facts: Facts) -> float | None:
     return _common.computing(facts)
 

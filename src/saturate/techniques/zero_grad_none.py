@@ -68,14 +68,6 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
     return Eligible("the script asks zero_grad for zeros")
 
 
-def variants(facts: Facts) -> list[Options]:
-    return [Options()]
-
-
-def bound(facts: Facts) -> float | None:
-    return None
-
-
 def apply(context: Any, options: Options) -> str:
     if not context.optimizers:
         raise NotApplied("no optimizer is known")

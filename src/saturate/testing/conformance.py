@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
@@ -20,7 +21,7 @@ import pickle
 import pickletools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ from unittest import mock
 from saturate.records import options as ranges
 from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
 from saturate.techniques import _registry
-from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof
+from saturate.techniques._api import Eligible, Ineligible, NotApplied, Proof, bound_of, variants_of
 
 #: Largest relative deviation of the toy's losses that each numerics class may cause; None is not checked.
 TOLERANCE = {"exact": 0.0, "reordering": 1e-4, "stream": 1e-3, "precision": 5e-2, "convergence": None}
@@ -46,9 +47,12 @@ def check(module: ModuleType, options: Any = None) -> list[str]:
     shape = _registry.check(module)
     if shape:
         return shape        # nothing below can be trusted to run
-    found = [*import_effects(module), *_decisions(module), *option_values(module, _all_options(module)), *_baseline_proofs(module)]
+    samples = sample_facts()
+    every = all_options(module, samples)
+    found = [*import_effects(module), *decisions(module, samples, _is_share, "within 0 to 1"), *option_values(module, every),
+             *_baseline_proofs(module, every)]
     if module.TECHNIQUE.stage == "environment":
-        return found + list(_environment(module))
+        return found + list(_environment(module, every))
     try:
         return found + list(_training(module, options if options is not None else module.Options()))
     except NotApplied:
@@ -66,7 +70,7 @@ def sample_facts() -> list[Facts]:
     )
     module = ModuleFacts(
         kind="Net", parameters=10**6, parameter_bytes=1 << 28, dtypes=("float32",), convolutions=3, linears=3,
-        attentions=4, repeated_block="Block", repeats=4, distributed=True,
+        attentions=4, repeats=4, distributed=True,
     )
     adam = OptimizerFacts(kind="AdamW", module="torch.optim.adamw", parameters=9, dtypes=("float32",))
     loader = LoaderFacts(batch_size=8, dataset_length=10**4, batch_bytes=1 << 20)
@@ -100,25 +104,30 @@ def sample_facts() -> list[Facts]:
     return found
 
 
-def _decisions(module: ModuleType) -> Iterator[str]:
-    for facts in sample_facts():
+def _is_share(bound: float) -> bool:
+    return 0.0 <= bound <= 1.0
+
+
+def decisions(module: ModuleType, samples: Iterable[Any], allowed: Callable[[float], bool], kind: str) -> Iterator[str]:
+    """What is wrong with the answers to sample facts. A bound is `allowed`, and then of this `kind`, or None."""
+    for facts in samples:
         try:
-            yield from _decide(module, facts)
+            yield from _decide(module, facts, allowed, kind)
         except Exception as error:  # noqa: BLE001 - the violation is that it raises, whatever it raises
             yield f"deciding raised {type(error).__name__}: {error} for {facts}"
 
 
-def _decide(module: ModuleType, facts: Facts) -> Iterator[str]:
+def _decide(module: ModuleType, facts: Any, allowed: Callable[[float], bool], kind: str) -> Iterator[str]:
     answer = module.eligible(facts)
     if not isinstance(answer, (Eligible, Ineligible)) or not answer.reason.strip():
         yield f"eligible returned {answer!r}, not Eligible or Ineligible with a reason"
         return
-    share = module.bound(facts)
-    if share is not None and not 0.0 <= share <= 1.0:
-        yield f"bound returned {share!r}, which is neither None nor within 0 to 1"
+    bound = bound_of(module, facts)
+    if bound is not None and not allowed(bound):
+        yield f"bound returned {bound!r}, which is neither None nor {kind}"
     if not answer:
         return
-    options = module.variants(facts)
+    options = variants_of(module, facts)
     if not options:
         yield f"it is eligible ({answer.reason}) but variants is empty"
     if len(set(options)) != len(options):
@@ -126,12 +135,13 @@ def _decide(module: ModuleType, facts: Facts) -> Iterator[str]:
     yield from (f"variants holds {one!r}, not an Options" for one in options if not isinstance(one, module.Options))
 
 
-def _all_options(module: ModuleType) -> list[Any]:
+def all_options(module: ModuleType, samples: Iterable[Any]) -> list[Any]:
+    """The default options, and those that the technique offers for any of the sample facts."""
     found = [module.Options()]
-    for facts in sample_facts():
-        if module.eligible(facts):
-            found += module.variants(facts)
-    return list(dict.fromkeys(found))
+    for facts in samples:
+        with contextlib.suppress(Exception):        # `decisions` reports it
+            found += variants_of(module, facts) if module.eligible(facts) else []
+    return list(dict.fromkeys(one for one in found if isinstance(one, module.Options)))
 
 
 def option_values(module: ModuleType, every: list[Any]) -> Iterator[str]:
@@ -152,13 +162,13 @@ def option_values(module: ModuleType, every: list[Any]) -> Iterator[str]:
             yield f"as_code({options}) is empty"
 
 
-def _baseline_proofs(module: ModuleType) -> Iterator[str]:
+def _baseline_proofs(module: ModuleType, every: list[Any]) -> Iterator[str]:
     """Nothing was applied, in a plain workload and in one whose author was busy: no proof may hold."""
     busy = Evidence(
-        dynamo_frames=9, dynamo_graphs=9, loaders=(LoaderFacts(num_workers=4, persistent_workers=True),), threads=4,
+        dynamo_frames=9, loaders=(LoaderFacts(num_workers=4, persistent_workers=True),), threads=4,
         live_workers=4, optimizers=(OptimizerFacts(kind="Adam", fused=True),), gc_frozen=1000, channels_last=5,
     )
-    for options in _all_options(module):
+    for options in every:
         for evidence in (Evidence(), busy):
             proof = module.active(evidence, options)
             if not isinstance(proof, Proof) or not proof.evidence:
@@ -167,8 +177,8 @@ def _baseline_proofs(module: ModuleType) -> Iterator[str]:
                 yield f"active({options}) holds although nothing was applied: {proof.evidence}"
 
 
-def _environment(module: ModuleType) -> Iterator[str]:
-    for options in _all_options(module):
+def _environment(module: ModuleType, every: list[Any]) -> Iterator[str]:
+    for options in every:
         variables = module.environment(options)
         wrong = [key for key, value in variables.items() if not (isinstance(key, str) and isinstance(value, str))]
         if wrong or not variables:

@@ -30,7 +30,7 @@ from typing import Any
 from saturate.inference import structure
 from saturate.inference.formats import NotDeployable, exported
 from saturate.inference.techniques import _registry
-from saturate.inference.techniques._api import Context, Eligible, Entry, Ineligible, NotApplied, Proof
+from saturate.inference.techniques._api import Context, Entry, NotApplied, Proof, variants_of
 from saturate.records.inference import ModelFacts
 from saturate.testing import conformance
 
@@ -68,9 +68,10 @@ def check(module: ModuleType, options: Any = None) -> list[str]:
 
 def decisions(module: ModuleType) -> list[str]:
     """What is wrong with its import, its decisions and its options; nothing is applied."""
-    every = _all_options(module)
-    return [*conformance.import_effects(module, _registry), *_decided(module), *conformance.option_values(module, every),
-            *_unapplied(module, every)]
+    samples = sample_facts()
+    every = conformance.all_options(module, samples)
+    return [*conformance.import_effects(module, _registry), *conformance.decisions(module, samples, _is_speedup, "a speed-up"),
+            *conformance.option_values(module, every), *_unapplied(module, every)]
 
 
 def sample_facts() -> list[ModelFacts]:
@@ -95,38 +96,8 @@ def sample_facts() -> list[ModelFacts]:
     return [ModelFacts(), usual, cuda, *(dataclasses.replace(facts, **change) for facts in (usual, cuda) for change in changes)]
 
 
-def _decided(module: ModuleType) -> Iterator[str]:
-    for facts in sample_facts():
-        try:
-            yield from _decide(module, facts)
-        except Exception as error:  # noqa: BLE001 - the violation is that it raises, whatever it raises
-            yield f"deciding raised {type(error).__name__}: {error} for {facts}"
-
-
-def _decide(module: ModuleType, facts: ModelFacts) -> Iterator[str]:
-    answer = module.eligible(facts)
-    if not isinstance(answer, (Eligible, Ineligible)) or not answer.reason.strip():
-        yield f"eligible returned {answer!r}, not Eligible or Ineligible with a reason"
-        return
-    bound = module.bound(facts)
-    if bound is not None and not (isinstance(bound, (int, float)) and 0 < bound < math.inf):
-        yield f"bound returned {bound!r}, which is neither None nor a speed-up"
-    if not answer:
-        return
-    options = list(module.variants(facts))
-    if not options:
-        yield f"it is eligible ({answer.reason}) but variants is empty"
-    if len(set(options)) != len(options):
-        yield "variants holds the same options twice"
-    yield from (f"variants holds {one!r}, not an Options" for one in options if not isinstance(one, module.Options))
-
-
-def _all_options(module: ModuleType) -> list[Any]:
-    found = [module.Options()]
-    for facts in sample_facts():
-        with contextlib.suppress(Exception):        # `_decided` reports it
-            found += module.variants(facts) if module.eligible(facts) else []
-    return list(dict.fromkeys(one for one in found if isinstance(one, module.Options)))
+def _is_speedup(bound: Any) -> bool:
+    return isinstance(bound, (int, float)) and 0 < bound < math.inf
 
 
 def _unapplied(module: ModuleType, every: Sequence[Any]) -> Iterator[str]:
@@ -166,7 +137,7 @@ def applied(module: ModuleType, options: Any, folder: Path, stored: list[Stored]
     for toy in inference_toys.toys():
         if not module.eligible(toy.facts):
             continue
-        chosen = options if options is not None else module.variants(toy.facts)[0]
+        chosen = options if options is not None else variants_of(module, toy.facts)[0]
         here = folder / f"{module.TECHNIQUE.id}-{toy.name}"
         here.mkdir(parents=True)
         with undone():

@@ -1,4 +1,4 @@
-"""Waiting for another process until a moment, and no longer whatever it does.
+"""Waits for another process until a deadline, and no longer, whatever that process does.
 
 Standard library only.
 """

@@ -1,5 +1,5 @@
-"""What keeps the agent from a training though the command is started with it: read from command lines and shell scripts, where it
-can be read there. Nothing is started to find it."""
+"""What keeps the agent out of a training (python -I, a PYTHONPATH of its own), as far as command lines and shell scripts tell. Nothing is
+started to find out."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from saturate.trial import tree
 from saturate.trial.deadline import Deadline
-from saturate.trial.outcome import exception_line
+from saturate.trial.log_text import exception_line
 
 _LIMIT_BYTES = 16 * 1024 * 1024
 #: How long messages are read that were there when the time was over: more may come as fast as they are read.

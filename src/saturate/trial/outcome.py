@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import signal
 from dataclasses import dataclass, replace
+
+from saturate.trial.log_text import (
+    TRACEBACK,
+    decisive,
+    exception_line,
+    last_exception,
+    last_line,
+    line_of,
+    logged_exception,
+)
 
 
 @dataclass(frozen=True)
@@ -34,38 +43,14 @@ A_FEW_STEPS = 24
 MANY_STEPS = 72
 NO_STEP_REMEDY = "say what ends a step with --step backward:N"
 
-KINDS = {
-    "ok": "stopped by saturate when it had seen enough",
-    "too_short": "ended normally before enough steps were seen",
-    "never_trained": "ended normally without a training step",
-    "no_step": "it trains, but no step was recognised",
-    "not_in_time": "what it was to do was not done within the budget",
-    "several_trainings": "several of its processes train independently of each other",
-    "ranks_apart": "some of its ranks came to the end of a step, and others did not",
-    "no_agent": "the agent never woke up",
-    "crashed": "a Python exception ended it",
-    "command_not_found": "the command does not exist or cannot be executed",
-    "out_of_memory_device": "the accelerator's memory did not suffice",
-    "out_of_memory_host": "the machine's memory did not suffice",
-    "shared_memory_full": "/dev/shm did not suffice for the loader's workers",
-    "disk_full": "no space left on the device",
-    "hung": "no progress for too long",
-    "killed_by_signal": "a signal ended it",
-    "supervisor_died": "the process that watches the workload was killed",
-    "exited": "it ended with an exit code of its own",
-    "cage_refused": "the isolation could not be set up",
-    "not_started": "what a trial needs before its command starts was missing",
-    "refused_by_isolation": "the isolation refused what the command may do outside of it",
-    "agent_failed": "saturate's own code failed inside the workload",
-    "clock_disagrees": "the workload's clock and the controller's disagree",
-    "not_applied": "a technique refused to be applied",
-    "failed_to_apply": "a technique raised an exception when it was applied",
-    "not_active": "a technique was set but did not take effect",
-    "motif_differs": "its step consists of other events than the baseline's",
-    "trains_otherwise": "in a timed run it did not train as the baseline does",
-    "diverged": "its parameters were not finite in a timed run, which may be chance",
-    "over_limit": "it needs more memory than was asked for with --fit",
-}
+#: `saturate explain KIND` says what each means, and what to do.
+KINDS = (
+    "ok", "too_short", "never_trained", "no_step", "not_in_time", "several_trainings", "ranks_apart", "no_agent",
+    "crashed", "command_not_found", "out_of_memory_device", "out_of_memory_host", "shared_memory_full", "disk_full",
+    "hung", "killed_by_signal", "supervisor_died", "exited", "cage_refused", "not_started", "refused_by_isolation",
+    "agent_failed", "clock_disagrees", "not_applied", "failed_to_apply", "not_active", "motif_differs",
+    "trains_otherwise", "diverged", "over_limit",
+)
 
 OUT_OF_MEMORY = ("out_of_memory_device", "out_of_memory_host")
 NO_ROOM = ("disk_full", "shared_memory_full")
@@ -126,22 +111,6 @@ _TIMEOUT_REMEDY = "take `timeout` out of the command, or give it longer than --b
 _SIGKILL_REMEDY = ("find out what sent it: `timeout -s KILL`, a limit of the job, a service that ends programs before memory runs out "
                    "(systemd-oomd, earlyoom), or the command itself")
 
-_TRACEBACK = "Traceback (most recent call last)"
-#: Between the exceptions of one chain.
-_CHAINS = ("During handling of the above exception, another exception occurred:",
-           "The above exception was the direct cause of the following exception:")
-_RANK = re.compile(r"\[(?:rank|default)\d+\]: ?")         # what torch and torchrun put before each line of a rank
-_GROUP = "  | "                                           # and Python before each line of an exception group
-_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::|$)")
-#: Compilers of torch's, which say in a line below what they met and where; and the most of that which is said.
-_COMPILERS = ("torch._dynamo.exc.", "torch._inductor.exc.")
-_MET = re.compile(r"^ *Explanation: (?:.*?: got )?(?P<met>.+)", re.MULTILINE)
-_USER_CODE = re.compile(r"^from user code:\n(?P<frames>(?: +.*\n?)+)", re.MULTILINE)
-_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)
-_MOST_MET = 200
-#: What a launcher raises because a process of its own failed; why it failed was printed before.
-_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessExitedException")
-
 _REMEDIES = {
     "out_of_memory_device": "lower the batch size or close other programs on this device",
     "out_of_memory_host": "lower the batch size or the number of loader workers, or free memory",
@@ -163,23 +132,23 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
                        "a command must not kill its parent process; if it does not, memory may have run out")
     code = _exit_code(report)
     if code == 97 and "CageRefused" in log:
-        return Outcome("cage_refused", _last_line(log))
+        return Outcome("cage_refused", last_line(log))
     if code == 0:
-        return _ended_well(steps, greeted, injectable, last, int(str(report.get("left", 0))), _caught(log))
+        return _ended_well(steps, greeted, injectable, last, int(str(report.get("left", 0))), logged_exception(log))
     if code is None and not raised:
         return _went_on(steps) if greeted else Outcome("hung", "it stopped training without ending", "see what it does after its last step")
     told = decisive(log)
     for kind, pattern in _PATTERNS:
         match = re.search(pattern, told, re.MULTILINE)
         if match:
-            return Outcome(kind, _line_of(told, match.start()), _REMEDIES.get(kind, ""))
+            return Outcome(kind, line_of(told, match.start()), _REMEDIES.get(kind, ""))
     match = _NO_ROOM_TO_WORK.search(told)
     if match and not _KERNEL_FAILED.search(log):
-        return Outcome("out_of_memory_device", f"{_line_of(told, match.start())} ({_DOUBT})", _REMEDIES["out_of_memory_device"])
+        return Outcome("out_of_memory_device", f"{line_of(told, match.start())} ({_DOUBT})", _REMEDIES["out_of_memory_device"])
     if report.get("log_problem"):
         return Outcome("disk_full", f"its output could not be written: {report['log_problem']}", _REMEDIES["disk_full"])
     if code is None:
-        return Outcome("crashed", _raised(log) or "an exception ended the process that trained, while the command goes on")
+        return Outcome("crashed", last_exception(log) or "an exception ended the process that trained, while the command goes on")
     number = -code if code < 0 else code - 128
     if number in _SIGNALS:
         if number == signal.SIGKILL and report.get("out_of_memory") == 0:
@@ -191,10 +160,10 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
         return Outcome("killed_by_signal", f"ended by {_signal_name(number)}")
     if code == _TIMEOUT_CODE:
         return Outcome("exited", f"exit code {code}, as of `timeout` when its time is over", _TIMEOUT_REMEDY)
-    if _TRACEBACK in log:
+    if TRACEBACK in log:
         said = exception_line(log)
         return Outcome("crashed", said, _NO_INPUT if said.startswith("EOFError") else _for_terminal(log))
-    said = _last_line(log)
+    said = last_line(log)
     return Outcome("exited", f"exit code {code}" + (f": {said}" if said else " without a word"), _for_terminal(log))
 
 
@@ -231,7 +200,7 @@ def late(patience_s: float, in_study: bool) -> Outcome:
 
 def with_exception(outcome: Outcome, log: str) -> Outcome:
     """Of a workload that was waited for in vain and had not trained: one of its processes may have ended, while another waits for it."""
-    raised = _raised(log)
+    raised = last_exception(log)
     if raised is None:
         return outcome
     return replace(outcome, reason=f"{outcome.reason}; the last exception in its output: {raised}",
@@ -338,112 +307,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _last_line(log: str) -> str:
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
-
-
-def decisive(log: str) -> str:
-    """What tells why a process ended: its last exception, those that led to it, and what follows. A message before them was
-    survived. All of the log where there is no traceback, or several processes wrote it."""
-    lines = log.splitlines(keepends=True)
-    found = _exceptions(log)
-    if not found or found[-1][1] in _LAUNCHERS or any(rank for rank, _, _ in found):
-        return log
-    start, chained = 0, False
-    for index, line in enumerate(lines):
-        if _TRACEBACK in line:
-            start, chained = start if chained else index, False
-        elif line.strip() in _CHAINS:
-            chained = True
-    return "".join(lines[start:])
-
-
 def _for_terminal(log: str) -> str:
     """The remedy where the command failed for want of a terminal; "" where it did not. `stty` says so, and the exception that follows
     is of what the script made of its silence."""
     return _NO_TERMINAL if _ASKED_TERMINAL.search(log) else ""
-
-
-def _exceptions(log: str) -> list[tuple[str, str, str]]:
-    """(rank, class, line) of the exception below each traceback."""
-    inside: dict[str, bool] = {}
-    found: list[tuple[str, str, str]] = []
-    lines = [_of_rank(line) for line in log.splitlines()]
-    for number, (rank, text) in enumerate(lines):
-        exception = _EXCEPTION.match(text)
-        if _TRACEBACK in text:
-            inside[rank] = True
-        elif inside.get(rank) and exception:
-            inside[rank] = False
-            said = text.strip()[:300]
-            if text.startswith(_COMPILERS):
-                below = (more for other, more in lines[number + 1:] if other == rank)
-                said += _compilers_reason(said, "\n".join(itertools.takewhile(lambda more: _TRACEBACK not in more, below)))
-            elif said.endswith(":") and ": " in said:       # what it is about stands below
-                said += _next_line([more for other, more in lines[number + 1:] if other == rank])
-            found.append((rank, exception.group(1).rpartition(".")[2], said))
-    return found
-
-
-def _next_line(below: list[str]) -> str:
-    """What goes on behind a colon; "" where something else begins, or a list of things that are set in."""
-    line = below[0].rstrip() if below else ""
-    return f" {line[:_MOST_MET]}" if line and not line[0].isspace() and _TRACEBACK not in line and line not in _CHAINS else ""
-
-
-def _of_rank(line: str) -> tuple[str, str]:
-    """The mark of its rank, and what stands behind that."""
-    mark = _RANK.match(line)
-    rank = mark.group() if mark else ""
-    return rank, line[len(rank):].removeprefix(_GROUP)
-
-
-def _compilers_reason(said: str, below: str) -> str:
-    """What a compiler of torch's met, and the line of the training where: its first line says only what it was about to do, and what is
-    below it is pages. "" where it does not tell."""
-    met = _MET.search(below)
-    opens = said.endswith(":")      # "backend='inductor' raised:"
-    text = met["met"].strip() if met else below.partition("\n")[0].strip() if opens else ""
-    text = text if len(text) <= _MOST_MET else f"{text[:_MOST_MET - 3]}..."
-    code = _USER_CODE.search(below)
-    frames = _FRAME.findall(code["frames"]) if code else []
-    place = f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""
-    return (f"{'' if opens else ':'} {text}" if text else "") + place
-
-
-def _caught(log: str) -> str:
-    """The exception that the output of a command ends with, which ended normally all the same: scripts log what broke their training
-    off, and go on to their own end. "" where they printed something after it."""
-    said = _raised(log)
-    if said is None or said.startswith(_COMPILERS):     # below these follow pages of advice
-        return said or ""
-    _, after, rest = log.rpartition(said)
-    message = rest.splitlines()[1:]
-    return said if after and all(not line.strip() or line[0].isspace() for line in message) else ""
-
-
-def exception_line(text: str) -> str:
-    """The first line of the exception that a log, or a traceback alone, ends with: what follows it is advice (a CUDA error has five
-    lines, of which the last says the same of any error) or comes from somewhere else; a compiler of torch's says the reason there,
-    which is put behind it. The last line where there is none."""
-    return _raised(text) or _last_line(text)
-
-
-def _raised(log: str) -> str | None:
-    """The last exception in the log, whatever was printed after it; where that is a launcher's, the one below it. Of several
-    ranks' then the first, since the others may only have lost their peer. None where there is no exception."""
-    found = _exceptions(log)
-    if not found:
-        return None
-    causes = [(rank, text) for rank, kind, text in found if kind not in _LAUNCHERS]
-    if found[-1][1] not in _LAUNCHERS or not causes:
-        return found[-1][2]
-    ranks = [text for rank, text in causes if rank]
-    return ranks[0] if ranks else causes[-1][1]
-
-
-def _line_of(log: str, position: int) -> str:
-    start = log.rfind("\n", 0, position) + 1
-    end = log.find("\n", position)
-    return log[start: end if end >= 0 else len(log)].strip()[:300]

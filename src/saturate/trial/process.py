@@ -15,7 +15,7 @@ from typing import Any
 
 from saturate.machine import redaction
 from saturate.records import sizes
-from saturate.trial import clocks, launch, meter, ports, refusals, standard_input, starting, supervised, tree, words
+from saturate.trial import clocks, endings, launch, meter, ports, refusals, standard_input, starting, supervised, tree
 from saturate.trial.cage import CagePlan
 from saturate.trial.gate import (
     AgentFailed,
@@ -313,7 +313,7 @@ class Trial:
         """Whether a rank may come to the gate still."""
         if not self._alive():
             return False
-        if not self.server.ranks and (absent := words.absent(self.spec.folder)) is not None:
+        if not self.server.ranks and (absent := endings.absent(self.spec.folder)) is not None:
             raise self.end(absent)
         return True
 
@@ -376,9 +376,9 @@ class Trial:
         said = redaction.without_secrets(self.output(), self.workload.environment)
         self.ended = starting.not_started(report, said) or classify(
             report, said, steps, hello is not None, launch.defeated_by(self.workload.argv),
-            words.last(self.spec.folder) if hello is None else None, raised=any(notice.get("raised") for notice in last))
+            endings.last(self.spec.folder) if hello is None else None, raised=any(notice.get("raised") for notice in last))
         if self.ended.kind in ("never_trained", "hung"):
-            self.ended = words.absent(self.spec.folder) or self.ended
+            self.ended = endings.absent(self.spec.folder) or self.ended
         if self.spec.cage:
             self.ended = refusals.by_isolation(self.ended, CagePlan.from_json(self.spec.cage), said) or self.ended
         if self.ended.kind in ("crashed", "exited") and (not self.ended.remedy or self.ended.reason.startswith("EOFError")):

@@ -1,4 +1,4 @@
-"""A command that failed because of what its cage refuses has not failed by itself: whose refusal ended it."""
+"""Did the cage's refusal end a command? Then it has not failed by itself, and this says what was refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import re
 
 from saturate.trial.cage import SHADOW, CagePlan
-from saturate.trial.outcome import Outcome, decisive
+from saturate.trial.log_text import decisive
+from saturate.trial.outcome import Outcome
 
 #: What the system says of a write that the cage refuses, by mode.
 _READ_ONLY = re.compile(r"Read-only file system|\[Errno 30\]|errno = 30\b")

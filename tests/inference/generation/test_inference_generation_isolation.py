@@ -16,10 +16,10 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 import generation_models as toys  # noqa: E402
 
 from saturate.errors import CheckUnusable, StudyLocked, UsageError, WorkloadFailed  # noqa: E402
-from saturate.inference.accuracy import Scores  # noqa: E402
 from saturate.inference.generation import Budget, decode, host, optimize, prompts  # noqa: E402
 from saturate.inference.generation.recipe import Recipe  # noqa: E402
 from saturate.inference.jury import Jury  # noqa: E402
+from saturate.inference.scores import Scores  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [3, 1, 2, 3], [9, 8, 9, 8], [5, 5, 1]]
 

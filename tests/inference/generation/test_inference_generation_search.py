@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 import generation_models as toys  # noqa: E402
 
 from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
-from saturate.inference.accuracy import Judgement, read  # noqa: E402
+from saturate.inference.accuracy import Judgement  # noqa: E402
 from saturate.inference.failures import WorkerFailed  # noqa: E402
 from saturate.inference.generation import (  # noqa: E402
     Budget,
@@ -34,6 +34,7 @@ from saturate.inference.generation import search as module  # noqa: E402
 from saturate.inference.generation.build import Way, build  # noqa: E402
 from saturate.inference.journal import Journal, rests  # noqa: E402
 from saturate.inference.jury import Jury  # noqa: E402
+from saturate.inference.scores import read  # noqa: E402
 from saturate.records.generation import GenerationCandidate  # noqa: E402
 from saturate.records.result import Phase  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Texts so long that a model of Hugging Face computes otherwise than its cache, or the other rows of a batch, would have it.
+"""Lengths of text from which a Hugging Face model computes something else, which its cache or the other rows of a batch do not bear.
 
 rescaled      longer than this, and all positions of a text are scaled anew ("longrope"), those of its first tokens included:
               keys that were kept of a shorter text are none of the longer one, and rows of one batch share one scale

@@ -11,7 +11,7 @@ from typing import Any
 
 from saturate.inference.generation.models import device_of
 from saturate.inference.techniques import _registry
-from saturate.inference.techniques._api import Context, NotApplied
+from saturate.inference.techniques._api import Context, NotApplied, variants_of
 from saturate.records.inference import ModelFacts
 
 #: Techniques that leave activations alone, so that a step reads less and computes the same way.
@@ -52,7 +52,7 @@ def quantized(torch: Any, model: Any, technique: Any, folder: Path) -> Any:
         folder=folder,
         threads=torch.get_num_threads(),
     )
-    options = technique.variants(facts)[0]
+    options = variants_of(technique, facts)[0]
     with _compiler_as_it_was():
         technique.apply(context, options)
     proof = technique.active(context, options)

@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from saturate.records.inference import ModelFacts
-from saturate.techniques._api import HEADINGS, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
+from saturate.techniques._api import (
+    HEADINGS,
+    Eligible,
+    Ineligible,
+    NotApplied,
+    Proof,
+    Technique,
+    Touch,
+    bound_of,
+    variants_of,
+)
 
 #: When `apply` runs. session: switches of the process, before the model is used. train: weights or structure, with
 #: training data or recovery. number: number formats and layout of the module. runtime: makes the callable that serves
@@ -35,13 +45,10 @@ LOSSLESS = ("exact", "reordering")
 #: The key of `Context.notes` under which a technique that is for size says what the weights take compressed, in bytes.
 COMPRESSED_BYTES = "compressed_bytes"
 
-FUNCTIONS = ("eligible", "variants", "bound", "apply", "active", "as_code")
-
 #: Resources with a meaning that several techniques share. A Touch without order claims one alone.
 #: "number-format" (of weights and products), "runtime" (who executes), "module-classes" (runtimes that trace or export a
 #: module need plain torch layers; quantizers that replace layers by tensor subclasses claim it too), "network" (which
 #: layers there are), "weights-trained", "memory-format", "threads", "sdpa-backend".
-RESOURCES = ("number-format", "runtime", "module-classes", "network", "weights-trained", "memory-format", "threads", "sdpa-backend")
 
 
 def unrepeatable(facts: ModelFacts) -> str | None:
@@ -110,12 +117,6 @@ class InferenceTechnique(Protocol):
     def eligible(self, facts: ModelFacts) -> Eligible | Ineligible:
         """Whether it can work for this model, here, with the reason in words for the user."""
 
-    def variants(self, facts: ModelFacts) -> Sequence[Any]:
-        """The Options worth a try, best guess first; few."""
-
-    def bound(self, facts: ModelFacts) -> float | None:
-        """The most speed-up over float32 it has given anywhere, as a prior for the order of trials; None: unknown."""
-
     def apply(self, context: Context, options: Any) -> str:
         """Change the context; one sentence on what was done. In the candidate's process."""
 
@@ -126,8 +127,14 @@ class InferenceTechnique(Protocol):
         """The lines that a user would write to have the same without saturate. They make of `model` what is called with the same
         inputs and gives the same answers, and call it themselves for no more than their own ends: others may stand behind them."""
 
+    def variants(self, facts: ModelFacts) -> Sequence[Any]:
+        """Optional. The Options worth a try, best guess first; few. Default: `[Options()]`."""
+
+    def bound(self, facts: ModelFacts) -> float | None:
+        """Optional. The most speed-up over float32 it has given anywhere, as a prior for the order of trials; None, the default: unknown."""
+
 
 __all__ = [
-    "COMPRESSED_BYTES", "FUNCTIONS", "HEADINGS", "LOSSLESS", "RESOURCES", "STAGES", "Context", "Eligible", "Entry", "Ineligible",
-    "InferenceTechnique", "NotApplied", "Proof", "Technique", "Touch", "Train", "unrepeatable",
+    "COMPRESSED_BYTES", "HEADINGS", "LOSSLESS", "STAGES", "Context", "Eligible", "Entry", "Ineligible", "InferenceTechnique", "NotApplied",
+    "Proof", "Technique", "Touch", "Train", "bound_of", "unrepeatable", "variants_of",
 ]

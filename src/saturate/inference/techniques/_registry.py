@@ -14,13 +14,11 @@ from types import ModuleType
 
 from saturate import plugins
 from saturate.errors import TechniqueError
-from saturate.inference.techniques._api import FUNCTIONS, STAGES
+from saturate.inference.techniques._api import STAGES
 from saturate.techniques import _registry as shared
 
 PACKAGE = "saturate.inference.techniques"
 GROUP = "saturate.inference_techniques"
-
-_PARAMETERS = {"eligible": 1, "variants": 1, "bound": 1, "apply": 2, "active": 2, "as_code": 1}
 
 
 def load() -> dict[str, ModuleType]:
@@ -37,7 +35,7 @@ def load_one(name: str, path: str | None = None) -> ModuleType:
 def check(module: ModuleType) -> list[str]:
     """Everything about the module's shape that breaks the contract; empty when it is well formed."""
     problems = shared.documentation_problems(module) + shared.metadata_problems(module, STAGES) + shared.options_problems(module)
-    problems += shared.function_problems(module, {name: _PARAMETERS[name] for name in FUNCTIONS})
+    problems += shared.function_problems(module, {name: shared.PARAMETERS[name] for name in shared.functions(module)})
     technique = getattr(module, "TECHNIQUE", None)
     if getattr(technique, "stage", None) == "runtime" and "runtime" not in {touch.resource for touch in technique.touches}:
         problems.append('a technique of stage runtime must claim the resource "runtime": only one program can serve')

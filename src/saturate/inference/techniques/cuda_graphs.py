@@ -29,7 +29,6 @@ PyTorch documentation, "CUDA semantics", section "CUDA Graphs".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from saturate.inference import runtimes
@@ -69,10 +68,6 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
     if (why := unrepeatable(facts)) is not None:
         return Ineligible(why)
     return Eligible("launches can be recorded for one shape")
-
-
-def variants(facts: ModelFacts) -> Sequence[Options]:
-    return [Options()]
 
 
 def bound(facts: ModelFacts) -> float | None:

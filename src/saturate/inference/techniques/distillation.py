@@ -84,10 +84,6 @@ def variants(facts: ModelFacts) -> Sequence[Options]:
     return [Options(0.75 if facts.trainable else 0.25, heads=not facts.generates)]
 
 
-def bound(facts: ModelFacts) -> float | None:
-    return None
-
-
 def apply(context: Context, options: Options) -> str:
     if options.ratio:
         student, report = _training.smaller(context, options.ratio, "taylor", options.heads)

@@ -31,7 +31,6 @@ PyTorch tutorials, "Channels Last Memory Format in PyTorch".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +76,6 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
     if not facts.convolutions:
         return Ineligible("the model has no convolutions")
     return Eligible(f"{facts.convolutions} convolutions")
-
-
-def variants(facts: ModelFacts) -> Sequence[Options]:
-    return [Options()]
 
 
 def bound(facts: ModelFacts) -> float | None:

@@ -68,10 +68,6 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
     return Eligible(f"{facts.convolutions} convolutions, {facts.linears} Linear layers; this CPU multiplies bfloat16")
 
 
-def variants(facts: ModelFacts) -> list[Options]:
-    return [Options()]
-
-
 def bound(facts: ModelFacts) -> float | None:
     return 4.8
 

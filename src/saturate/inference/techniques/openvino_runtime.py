@@ -62,10 +62,6 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
     return Eligible("torch.export takes the model, and OpenVINO has kernels for this processor") if refused is None else refused
 
 
-def variants(facts: ModelFacts) -> list[Options]:
-    return [Options()]
-
-
 def bound(facts: ModelFacts) -> float | None:
     return 2.6
 

@@ -80,10 +80,6 @@ def variants(facts: ModelFacts) -> Sequence[Options]:
     return [Options("cudnn"), Options("flash"), Options("efficient")]
 
 
-def bound(facts: ModelFacts) -> float | None:
-    return None
-
-
 def apply(context: Context, options: Options) -> str:
     session.switch(context, "attention", options.backend)
     used = _used(context)

@@ -28,7 +28,6 @@ PyTorch documentation, "CUDA semantics", section "TensorFloat-32 (TF32) on Amper
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from saturate.inference import session
@@ -60,10 +59,6 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
     if refusal is not None:     # a refusal is false
         return refusal
     return Eligible("float32 products on a GPU with TensorFloat-32")
-
-
-def variants(facts: ModelFacts) -> Sequence[Options]:
-    return [Options()]
 
 
 def bound(facts: ModelFacts) -> float | None:

@@ -75,10 +75,6 @@ def variants(facts: ModelFacts) -> Sequence[Options]:
     return [Options(count) for count in _counts(facts)]
 
 
-def bound(facts: ModelFacts) -> float | None:
-    return None
-
-
 def apply(context: Context, options: Options) -> str:
     if options.count > context.threads:
         raise NotApplied(f"this candidate may use {context.threads} thread(s)")

@@ -83,10 +83,6 @@ def variants(facts: ModelFacts) -> list[Options]:
     return [Options(), Options(half=False)]
 
 
-def bound(facts: ModelFacts) -> float | None:
-    return None
-
-
 def apply(context: Context, options: Options) -> str:
     import torch_tensorrt
 

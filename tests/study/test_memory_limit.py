@@ -14,7 +14,7 @@ from saturate.records.facts import Facts
 from saturate.records.result import RaceRecord
 from saturate.study.bench import Bench
 from saturate.study.candidates import key
-from saturate.study.fitting import Fitting, let_go
+from saturate.study.memory_limit import Fitting, let_go
 from saturate.study.peaks import Peaks
 from saturate.study.racing import Result
 from saturate.study.search import Search

@@ -1,4 +1,4 @@
-"""What processes of a trial have left in files for its controller: those that never came to the gate have nothing else."""
+"""What processes that ended before they came to the gate have left for the controller, in files."""
 
 from __future__ import annotations
 

@@ -1,0 +1,78 @@
+"""Trials of a study as the workbench hands them out: cold at the first gate, or warm and frozen; and which side of a race one was on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from saturate.records.facts import Evidence
+from saturate.records.result import TrialRecord
+from saturate.study.candidates import Set, key
+from saturate.trial.process import Trial, TrialEnded
+
+#: How much slower a step is beside another process of its kind where both have all cores (measured: minGPT on two cores), and
+#: about how many steps a process runs before its first gate.
+SPINNING, FIRST_STEPS = 8, 5
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What of the baseline tells whether two processes at once win anything. `crowded`: together they have more threads that
+    compute than there are cores. Then threads that wait for each other spin on the cores that the others need."""
+
+    step_s: float
+    startup_s: float
+    crowded: bool
+
+    def loses(self, steps: int) -> bool:
+        """Whether so many steps of both at once take longer than starting one after the other would."""
+        return self.crowded and SPINNING * steps * self.step_s > self.startup_s
+
+
+@dataclass
+class Cold:
+    """A trial that stands at its first gate: it has started, but is not warm."""
+
+    purpose: str
+    trial: Trial
+    techniques: Set
+    hello: dict[str, Any]
+
+
+@dataclass
+class Live:
+    """A trial that is past its warm-up and stands frozen at the gate."""
+
+    trial: Trial
+    techniques: Set
+    hello: dict[str, Any]
+    evidence: Evidence
+    startup_s: float
+    warmup_s: float
+    step_ms: float
+    stationary: bool
+    events: dict[str, float]        # per step
+    record: TrialRecord
+    too_long: bool = False          # even its fastest step took longer than any may: the budget holds no verification run
+
+
+def on_side(side: str, action: Callable[[], T]) -> T:
+    """What `action` returns; a TrialEnded that it raises is that of `side` of a race."""
+    try:
+        return action()
+    except TrialEnded as ended:
+        ended.side = side
+        raise
+
+
+def queues(hello: Mapping[str, Any]) -> bool:
+    """Whether the process of this greeting trains on an accelerator, for which its host queues the work."""
+    return hello.get("device", "cpu") != "cpu"
+
+
+def timed_losses(techniques: Set) -> str:
+    """The study's question whose answer is the losses of the first updates in the latest timed trial of a set."""
+    return f"timed losses {key(techniques)}"

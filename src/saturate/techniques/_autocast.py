@@ -1,0 +1,97 @@
+"""Running the trained modules under autocast, for `bf16-autocast` and `fp16-autocast`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from saturate.records.facts import Facts
+from saturate.techniques._api import Ineligible, NotApplied
+from saturate.techniques._autograd import computed_in
+from saturate.techniques._common import convolves, device_of, map_tensors, multiplies, observe_first_call, wrap_all
+
+#: The place of autocast in the stack around a forward.
+AUTOCAST_ORDER = 30
+
+#: As in implementations of MAML, whose module trains an inner one when it is called.
+_STEPS_IN_FORWARD = "the model's forward trains it: its backward pass and the optimizer's step would run under autocast, too"
+
+
+def why_no_autocast(facts: Facts) -> Ineligible | None:
+    """Why no autocast can help, whatever its dtype; None when one might."""
+    if facts.autocast:
+        return Ineligible(_own_autocast(facts.autocast))
+    if facts.steps_in_forward:
+        return Ineligible(_STEPS_IN_FORWARD)
+    if facts.grad_scaler:
+        return Ineligible("the script scales its loss itself, so it manages its own precision")
+    modules = facts.modules
+    if not modules:
+        return Ineligible("no trained module was seen")
+    if not any("float32" in module.dtypes for module in modules):
+        return Ineligible("the trained modules hold no float32 parameters")
+    if not (multiplies(facts) or convolves(facts)):
+        return Ineligible("the trained modules have no matrix products or convolutions to speed up")
+    return None
+
+
+def _own_autocast(dtype: str) -> str:
+    return f"the script already runs under {dtype} autocast"
+
+
+def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool] = lambda: True,
+                  inside: Callable[[Any, Any], list[Any]] | None = None) -> int:
+    """Run each trained module's forward under autocast, hand its outputs back as float32, and note (under `key`) the
+    first autograd node that really computed in `dtype`. Returns how many modules were wrapped: the trained ones, or those parts of
+    them that `inside(torch, module)` names. Not where the script autocasts itself: its nodes would be taken for what this did."""
+    if context.autocast:
+        raise NotApplied(_own_autocast(context.autocast))
+    if context.steps_in_forward:
+        raise NotApplied(_STEPS_IN_FORWARD)
+    torch, device = context.torch, context.device
+    caches = not cache_loses_gradients(context, dtype)
+
+    def widen(tensor: Any) -> Any:
+        return tensor.float() if tensor.dtype == dtype else tensor
+
+    def wrap(inner: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not wanted():
+                return inner(self, *args, **kwargs)
+            with torch.autocast(device, dtype=dtype, cache_enabled=caches):
+                output = inner(self, *args, **kwargs)
+            return map_tensors(output, widen, torch)
+
+        return forward
+
+    def look(output: Any) -> None:
+        node = computed_in(output, dtype, torch)
+        if node:
+            context.note(key, f"{node} computed in {str(dtype).removeprefix('torch.')}")
+
+    def wrap_one(module: Any) -> None:
+        if dtype != torch.float16 and any(isinstance(part, torch.nn.DataParallel) and len(part.device_ids) > 1 for part in module.modules()):
+            raise NotApplied("the threads of torch.nn.DataParallel autocast to float16, whatever the dtype around them")
+        parts = [module] if inside is None else inside(torch, module)
+        if not parts:
+            raise NotApplied(f"{type(module).__name__} has no layer that could compute in {str(dtype).removeprefix('torch.')} alone")
+        for part in parts:
+            context.wrap_forward(part, AUTOCAST_ORDER, wrap, around=True)
+        wrapped.extend(parts)
+        observe_first_call(context, module, look)
+
+    wrapped: list[Any] = []
+    wrap_all(context, wrap_one)
+    return len(wrapped)
+
+
+def cache_loses_gradients(context: Any, dtype: Any) -> bool:
+    """Whether this torch takes a weight that autocast has cast under `no_grad` once more where gradients are wanted: they would end
+    there. A diffusion model that is conditioned on itself runs its net so."""
+    torch, device = context.torch, device_of(context)
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = torch.ones(1, 1, device=device, requires_grad=True)
+        with torch.autocast(device.type, dtype=dtype):
+            with torch.no_grad():
+                torch.mm(weight, weight)
+            return torch.mm(weight, weight).grad_fn is None
