@@ -260,6 +260,16 @@ def test_allow_is_only_named_where_it_would_change_something() -> None:
     assert [group[0].id for group in walk.eligible()] == ["other"]
 
 
+def test_a_technique_that_cannot_say_whether_it_applies_or_can_give_nothing_is_not_tried() -> None:
+    broken, little = technique("broken"), technique("little")
+    broken.eligible = lambda facts: {}["torch"]
+    little.bound = lambda facts: 0.009
+    walk = search(World({"fast": (0.9, 0.0)}, None), broken, little, FAST)
+    assert [group[0].id for group in walk.eligible()] == ["fast"]
+    assert walk.fates["broken"].fate == "failed" and "KeyError" in walk.fates["broken"].reason
+    assert (walk.fates["little"].fate, walk.fates["little"].reason) == ("not_applicable", "could remove at most 0.9 % of a step")
+
+
 def test_what_is_certain_joins_at_once_and_the_rest_is_screened_on_top_of_it() -> None:
     world = Noisy({"fast": (0.6, 0.0), "slow": (0.9, 0.0)}, None)
     walk = search(world, FAST, SLOW)

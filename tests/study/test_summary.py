@@ -116,6 +116,18 @@ def test_the_steps_of_a_warm_up_train_as_well(plain, tuned, steps, why):
     assert starts.why_no_break_even(found, steps) == why
 
 
+def test_a_recipe_has_paid_for_its_start_by_the_middle_of_several_starts():
+    """Compiling is paid with cold caches, as in the longest of them; what other sets compile is none of its cost."""
+    trials = [started([], 10.0, 0.0), started([], 30.0, 0.0), started(["compile"], 10.0, 40.0, 40.0), started(["compile"], 17.0, 0.0, 5.0),
+              started(["compile"], 20.0, 0.0, 2.0), started(["other"], 10.0, 0.0, 500.0)]
+    found = study()
+    found.final, found.search.kept = SimpleNamespace(a_ms=60_000.0, b_ms=50_000.0), (SimpleNamespace(label=lambda: "compile"),)
+    found.store = SimpleNamespace(trials=lambda: trials)
+    assert starts.break_even(found) == 4            # 12 s without compiling, which takes 40 s; 20 s for the baseline
+    found.final.b_ms = 60_000.0
+    assert starts.why_no_break_even(found, None) == words.NEVER, "as fast as the baseline is not faster"
+
+
 def test_what_comes_before_the_steady_state_is_told_beside_it():
     """Of the very set: other sets start otherwise. Compiling is paid with cold caches once, so its longest counts."""
     trials = [started([], 3.0, 0.0), started([], 5.0, 0.0), {**started([], None, None), "startup_s": None},

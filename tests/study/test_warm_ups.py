@@ -97,6 +97,28 @@ def test_in_a_race_too(bench):
     assert "backward ran 2.00 times" in str(other_work(a, half, known))
 
 
+def timed(stepped: int = 10, evaluated: int = 0, moved: bool = True, sample: float = 1.0) -> Block:
+    return Block([1000] * 10, {}, {"B": 10, "S0": stepped}, 10, [sample], moved, frozenset(range(evaluated)))
+
+
+@pytest.mark.parametrize(("a", "b", "why"), [
+    (timed(), [timed()] * 6, None),
+    (timed(), [timed(stepped=5)] * 6, "its optimizer stepped 0.50 times a step"),
+    (timed(), [timed(stepped=15)] * 6, "its optimizer stepped 1.50 times a step"),
+    (timed(), [timed(evaluated=2)] * 6, None),                  # by chance, in so few
+    (timed(), [timed(evaluated=4)] * 6, "40% of its steps held an evaluation"),
+    (timed(evaluated=4), [timed(evaluated=4)] * 6, None),
+    (timed(), [timed()] * 4 + [timed(moved=False)] * 2, None),
+    (timed(), [timed()] * 2 + [timed(moved=False)] * 4, "did not move"),
+    (timed(moved=False), [timed(moved=False)] * 6, None),
+    (timed(), [timed(sample=float("nan"))] * 6, "not finite"),
+    (timed(sample=float("nan")), [timed(sample=float("nan"))] * 6, None),       # so is the baseline's
+])
+def test_what_is_not_done_while_it_is_timed_is_seen(a: Block, b: list[Block], why: str | None) -> None:
+    found = other_work([a] * 6, b)
+    assert found is None if why is None else why in str(found), found
+
+
 def test_fixed_numbers_of_backward_passes_are_held_to_a_share(bench):
     warm(bench, backwards=lambda n: 4)
     warm(bench, TECHNIQUE, backwards=lambda n: 4 - (n % 10 == 9))       # the end of an epoch

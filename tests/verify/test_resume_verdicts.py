@@ -56,7 +56,8 @@ def outcome(found: list[Update], left: Killed, read: bool = True, reference: lis
 
 def test_an_exact_resume() -> None:
     result = compare(training(), resumed(12), killed(17, 6, 12), True)
-    assert (result.outcome, result.resumed_at, result.compared) == ("resumes_exactly", 12, 16)
+    assert (result.outcome, result.resumed_at, result.compared) == ("resumes_exactly", 12, 16) and "later checkpoint" not in result.reason
+    assert compare(training(), resumed(0), killed(5, 0), True).outcome == "resumes_exactly", "from a checkpoint of the very beginning"
     assert compare(training(), resumed(30), killed(33, 30), True).compared == 10, "to the end of the uninterrupted run"
 
 
@@ -69,6 +70,7 @@ def test_losses_may_deviate_by_rounding_or_by_what_two_runs_deviate() -> None:
 
 
 def test_one_other_loss_is_enough() -> None:
+    assert outcome([replace(one, losses=()) for one in resumed(12)], killed(17, 12))[0] == "state_not_restored", "nor does it have none"
     found = resumed(12)
     found[9] = replace(found[9], losses=(math.nan,))
     kind, reason = outcome(found, killed(17, 12))
@@ -268,6 +270,8 @@ def test_deviation() -> None:
     off = [replace(one, losses=(one.losses[0] * 1.001,)) for one in training(20)]
     assert deviation(training(), off) == pytest.approx(1e-3, rel=0.01)
     assert deviation(training(), training(20, seed=3)) is None
+    for other in ({"rows": (1,)}, {"given": ("x",)}, {"losses": (1.0, 1.0)}):
+        assert deviation(training(), [replace(one, **other) for one in training(20)]) is None, "their data differ"
 
 
 # -- reading what a process wrote down ---------------------------------------------------------------------------------
@@ -323,13 +327,16 @@ def test_a_growing_file_and_its_saves() -> None:
     assert (log.rank, log.held, log.step, log.saves, log.updates(log.step)) == (1, True, Step("S0"), [2, 3], 3)
     assert len(log.events) == len(lines)
     assert saves(log.events, Step("S0")) == [Save(2, ("/a", "/b")), Save(3, ("/a",))]
+    pairs = Step("S0", 2)
+    assert log.updates(pairs) == 1 and saves(log.events, pairs) == [Save(1, ("/a", "/b", "/a"))]
     assert step_of(log.events) == Step("S0") and step_of([event("B"), event("B"), event("S1"), event("S0"), event("S1")]) == Step("S1")
     assert step_of([event("B")]) == Step("B") and step_of([]) is None
 
 
 def test_ranks_become_one() -> None:
-    one, two = training(5), training(4, seed=1)
+    one, two = training(5), [replace(update, t_ns=7) for update in training(4, seed=1)]
     both = merged([one, two])
+    assert {update.t_ns for update in both} == {7}, "an update ends with the last of its ranks"
     assert len(both) == 4 and both[0].indices == (*one[0].indices, *two[0].indices) and both[0].losses == (*one[0].losses, *two[0].losses)
 
 

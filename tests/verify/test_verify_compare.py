@@ -98,6 +98,27 @@ def test_a_tolerance_grows_with_what_the_twins_show():
     assert compare(BASE, made(9, jitter=1e-3), tolerance(BASE, aa=twins)).passed
 
 
+def louder(by):
+    return replace(BASE, losses=[[loss + by for loss in losses] for losses in BASE.losses])
+
+
+def test_four_times_what_a_repetition_deviates_is_allowed_and_ten_times_that_is_not_near():
+    allowed = tolerance(BASE, aa=[louder(1e-3)])
+    assert compare(BASE, louder(3.9e-3), allowed).passed
+    for off, nearly in ((4.1e-3, True), (39e-3, True), (41e-3, False)):
+        verdict = compare(BASE, louder(off), allowed)
+        assert not verdict.passed and verdict.nearly is nearly
+    run = grown(1e-5, 1e-5, 1e-5)
+    assert tolerance(BASE, aa=[run]).drift[-1] == pytest.approx(12 * deviation(BASE, run).drift[-1]), "what adds up over a run gets more"
+    assert TIGHT.gradient[50] / TIGHT.gradient[2] == pytest.approx(7), "a floor grows as independent errors do: by the root of 49 updates"
+
+
+@pytest.mark.parametrize(("lost", "passed"), [(1, True), (2, False)])
+def test_of_a_run_that_was_ended_one_record_may_be_cut_short(lost, passed):
+    cut = replace(BASE, losses=BASE.losses[:-lost], grad_norms=BASE.grad_norms[:-lost], samples=BASE.samples[:-lost], digests=BASE.digests[:-lost])
+    assert compare(BASE, cut, TIGHT).passed is passed
+
+
 def test_a_jump_from_the_perturbation_itself_does_not_widen_the_tolerance():
     def jump(k, step):
         return [s + 5.0 for s in step] if k == 2 else step

@@ -51,10 +51,11 @@ def test_false_alarms_stay_at_the_stated_level(sign):
     assert alarms <= 0.04 * 400
 
 
+@pytest.mark.parametrize("by", [0.25, -0.25])
 @pytest.mark.parametrize("shift", ["loss", "norm", "length"])
-def test_a_shift_of_many_deviations_is_found(shift):
+def test_a_shift_of_many_deviations_is_found(shift, by):
     rng = random.Random(2)
-    found = [envelope([made(rng) for _ in range(5)], made(rng, **{shift: 0.25})) for _ in range(50)]
+    found = [envelope([made(rng) for _ in range(5)], made(rng, **{shift: by})) for _ in range(50)]
     assert sum(not verdict.passed for verdict in found) >= 48
     named = {"loss": "loss", "norm": "gradient norm", "length": "update norm"}[shift]
     assert sum(verdict.reason.startswith(named) for verdict in found) >= 45
