@@ -325,7 +325,7 @@ def test_what_cannot_be_told_is_not_taken_for_equal():
 def test_a_glance_that_takes_too_long_is_not_begun_each_time(monkeypatch):
     seconds = []
 
-    def look(*things, seconds=None, of=seconds):
+    def look(*things, seconds=None, trained=frozenset(), of=seconds):
         of.append(seconds)
         return None
 
@@ -336,3 +336,16 @@ def test_a_glance_that_takes_too_long_is_not_begun_each_time(monkeypatch):
     assert 2 <= len(seconds) <= 4 and all(allowed >= glances.LOOKED_S for allowed in seconds)
     watch.within(10.0, [])
     assert seconds[-1] == 10.0, "as long as that it may take"
+
+
+def test_what_is_trained_is_passed_over_with_the_modules_that_hold_it():
+    trained, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    things = {"models": [torch.nn.Sequential(trained), other], "weight": trained.weight}
+    ids = frozenset(map(id, trained.parameters()))
+    before, whole = glance(things, trained=ids), glance(things)
+    with torch.no_grad():
+        trained.weight.add_(1.0)
+    assert glance(things, trained=ids) == before and glance(things) != whole
+    with torch.no_grad():
+        other.weight.add_(1.0)
+    assert glance(things, trained=ids) != before

@@ -305,7 +305,7 @@ def test_an_artifact_of_the_first_version_has_no_digest_and_gets_one_when_it_is_
     assert again == plain and again["schema"] == 2 and again["digest"] == artifact.digest(again)
 
 
-@pytest.mark.parametrize("outputs", [[7], [-1], [True], [0, 1], {"class": "os:system"}, {"list": 3}, {"dict": [[["x"], [0]]]}, {"value": []}, 7,
+@pytest.mark.parametrize("outputs", [[7], [-1], [True], [0, 1], {"class": "os:system"}, {"list": 3}, {"dict": [[{"x": 1}, [0]]]}, {"dict": [[[None, {}], [0]]]}, {"value": []}, 7,
                                      {"tuple of": 3, "fields": [["a", [0]]]}, {"fields of": "a:b", "fields": [[3, [0]]]}])
 def test_outputs_that_are_no_description_of_the_answer_are_refused_when_it_is_loaded(stored, outputs):
     rewrite(stored, lambda plain: plain["settings"].update(outputs=outputs))

@@ -141,11 +141,12 @@ def test_words_that_are_not_utf8_are_saved(tmp_path):
 
 def test_an_answer_as_large_as_the_dataset_says_so():
     """Half of the memory may be free: nothing larger can be asked of the loader."""
-    state = SimpleNamespace(loader={"length": 64})
+    state = SimpleNamespace(loader={"length": 64}, reads=1, most=64)
     (advice,) = _advice_on_dataset(state, 64)
     assert "64 samples" in advice and "no larger batch was tried" in advice
     assert _advice_on_dataset(state, 48) == _advice_on_dataset(state, None) == []
-    assert _advice_on_dataset(SimpleNamespace(loader={"length": None}), 64) == _advice_on_dataset(SimpleNamespace(loader={}), 64) == []
+    for loader in ({"length": None}, {}):
+        assert _advice_on_dataset(SimpleNamespace(loader=loader, reads=1, most=1 << 20), 64) == []
 
 
 def test_what_ended_the_search_is_what_the_advice_is_about():

@@ -67,10 +67,10 @@ _CONTAINERS = (list, tuple, collections.deque, set, frozenset, dict)
 _BY_VALUE = {"datetime", "decimal", "fractions", "pathlib", "uuid", "pandas", "polars", "saturate"}
 
 
-def glance(*things: Any, seconds: float = math.inf) -> tuple[int, int] | None:
+def glance(*things: Any, seconds: float = math.inf, trained: frozenset[int] = frozenset()) -> tuple[int, int] | None:
     """Something to compare with == to another glance at the same things; None where it cannot be told what they are like, or not in
-    that time. It holds no reference to any of them."""
-    look = _Look(seconds)
+    that time. It holds no reference to any of them. Tensors whose ids are in `trained`, and modules that hold one, are passed over."""
+    look = _Look(seconds, trained)
     try:
         look.dump(things)
         return look.bytes, look.sum
@@ -97,12 +97,12 @@ class Watch:
             self._needs_s /= 2              # the machine may have been slow then
         return seen
 
-    def within(self, allowed_s: float, *things: Any) -> tuple[int, int] | None:
+    def within(self, allowed_s: float, *things: Any, trained: frozenset[int] = frozenset()) -> tuple[int, int] | None:
         self.took_s = 0.0
         if allowed_s < self._needs_s:
             return None
         began, cpu = time.perf_counter(), time.thread_time()
-        seen = glance(*things, seconds=allowed_s)
+        seen = glance(*things, seconds=allowed_s, trained=trained)
         self.took_s = time.perf_counter() - began
         self._needs_s = time.thread_time() - cpu if seen is not None else 4 * allowed_s
         return seen
@@ -213,11 +213,12 @@ class _Look(pickle.Pickler):
     """A sum over what pickle would write of things, were all of them told by what they hold. What is built in it writes by itself, a
     million numbers in 10 ms; other objects, each once, as `reducer_override` says. Nothing is kept of it, and nothing is read from it."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, trained: frozenset[int] = frozenset()):
         super().__init__(self, 5)
         self.fast = True                    # no notes on each text and list: those take ten times as long
         self.bytes, self.sum = 0, 0
         self.met: dict[int, tuple[int, Any]] = {}       # by id, and held
+        self._trained = trained
         self._seconds, self._began, self._cpu = seconds, time.perf_counter(), time.thread_time()
 
     def write(self, data: Any) -> None:
@@ -237,9 +238,17 @@ class _Look(pickle.Pickler):
         self.in_time()
         if id(thing) in self.met:
             return _thing, (self.met[id(thing)][0],)
+        if self._trained and self._is_trained(thing):
+            return _thing, ("trained",)
         self.met[id(thing)] = len(self.met), thing
         seen, inside = self._look(thing)
         return _thing, (type(thing).__qualname__, seen), inside
+
+    def _is_trained(self, thing: Any) -> bool:
+        torch = sys.modules["torch"]
+        if isinstance(thing, torch.nn.Module):
+            return any(id(parameter) in self._trained for parameter in thing.parameters())
+        return id(thing) in self._trained
 
     def _look(self, thing: Any) -> tuple[Any, Any]:
         """What one thing is, and what it consists of."""

@@ -48,23 +48,28 @@ def _keep_order(context: Any, ours: Callable[[Any], bool]) -> None:
 
 class _Copied:
     """What workers have a copy of since a pass began, looked at now and then while it lasts: a script that changes it meanwhile (a
-    curriculum that goes on with each step) would get batches of what it was."""
+    curriculum that goes on with each step) would get batches of what it was. Not the model that is trained, which its code may reach: workers
+    refuse to call that."""
 
-    def __init__(self, loader: Any):
-        self.loader = weakref.ref(loader)
+    def __init__(self, loader: Any, optimizers: Callable[[], list[Any]]):
+        self.loader, self._optimizers = weakref.ref(loader), optimizers
         self._things = loader.dataset, loader.collate_fn
         self._watch, self._began, self._spent_s = Watch(), time.perf_counter(), 0.0
         self._as_copied = self._look()
 
-    def _look(self) -> Any:
-        seen = self._watch.within(LOOKED * (time.perf_counter() - self._began) + LOOKED_S - self._spent_s, *self._things)
+    def _look(self) -> tuple[frozenset[int], Any]:
+        trained = trained_by(self._optimizers())
+        seen = self._watch.within(LOOKED * (time.perf_counter() - self._began) + LOOKED_S - self._spent_s, *self._things, trained=trained)
         self._spent_s += self._watch.took_s
-        return seen
+        return trained, seen
 
     def changed(self) -> bool:
-        """False also where that cannot be told."""
-        now = self._look() if self._as_copied is not None else None
-        return now is not None and now != self._as_copied
+        """False also where that cannot be told: not in the time, or since something else is trained now."""
+        trained, then = self._as_copied
+        if then is None:
+            return False
+        now_trained, now = self._look()
+        return now is not None and now_trained == trained and now != then
 
 
 class _Begun:
@@ -112,7 +117,7 @@ def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None
         if order.draws:
             self._sampler_iter = orders[self] = order
         passes.began(self, loader)
-        copied[self] = _Copied(loader)
+        copied[self] = _Copied(loader, context.built_optimizers)
         waiting.add(self)
 
     @functools.wraps(next_data)
