@@ -14,7 +14,8 @@ AVX512-BF16 or AMX. Activations take half the memory, so models bound by memory 
 When it hurts
 -------------
 Small layers: every call pays for casting its inputs and weights. Recurrent cells called step by step cast their weights
-at each call outside of the autocast cache.
+at each call outside of the autocast cache. What a forward leaves on its modules, or hands to hooks inside of it, stays bfloat16:
+`.numpy()` raises an error on that, perhaps only where the script looks at it now and then.
 
 Numerics
 --------

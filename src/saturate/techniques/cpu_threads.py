@@ -12,6 +12,8 @@ starting threads costs more than they save; loader workers that compete with spi
 When it hurts
 -------------
 Large operations with too few threads. Sleeping threads take longer to wake, so many tiny parallel operations suffer.
+Where threads are bound, those that the script starts in Python, and programs that it starts (spawned loader workers too), have only
+the core of the thread that starts them.
 
 Numerics
 --------
