@@ -735,6 +735,19 @@ while True:
     assert trial.ask("facts")["autocast"] == "bfloat16"
 
 
+@pytest.mark.parametrize(("evaluations", "seconds", "found"), [(255, 1.0, False), (256, 1.0, True), (7, 21.0, False), (8, 21.0, True), (8, 19.0, False)])
+def test_evaluations_are_steps_where_one_step_of_the_optimizer_takes_very_many_or_very_long(evaluations, seconds, found, monkeypatch):
+    """Of a closure, as in `LBFGS(max_iter=50_000)`, which steps once."""
+    from saturate.agent import session as sessions
+
+    monkeypatch.setattr(sessions, "_CLOCK", lambda: int(1e9 * seconds))
+    tokens = []
+    session = types.SimpleNamespace(plan={}, step=None, _stepper=object, _evaluations=0, _stepping_since=0, _name=lambda optimizer: "S0", _token=tokens.append)
+    for _ in range(evaluations):
+        Session._evaluation(session)
+    assert tokens == ["C"] * found and session.step == (motif.Step("C", 1, ("C",)) if found else None)
+
+
 @pytest.mark.parametrize(("world", "steps", "seconds", "waits"), [(1, 10, 19.0, True), (1, 10, 21.0, False), (1, 201, 1.0, False),
                                                                    (2, 10, 300.0, True), (2, 51, 1.0, False)])
 def test_ranks_count_how_long_they_wait_for_an_optimizer_that_never_steps(world, steps, seconds, waits, monkeypatch):

@@ -27,7 +27,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def found_at(updates, ranks: int) -> tuple[int, motif.Step]:
     """The update, from 1, at whose end a step is known. `updates`: the tokens of each."""
     tokens: list[str] = []
-    for number, update in enumerate(updates, 1):
+    for number, update in enumerate(itertools.islice(updates, 20), 1):
         for token in update:
             tokens.append(token)
             if step := motif.find(tokens, ranks):
@@ -63,8 +63,28 @@ def test_a_step_does_not_end_in_the_middle_of_an_update(before):
     assert step.tokens == tuple(update) and (step.token, number) == ("S7", 3 + bool(before))
 
 
-def test_alone_a_long_step_is_known_after_two():
-    assert found_at(accumulating(12), ranks=1)[0] == 2 and found_at(accumulating(2, 3), ranks=1)[1].count == 2
+@pytest.mark.parametrize(("length", "updates"), [(1, 3), (4, 3), (12, 2), (40, 2), (400, 2)])
+def test_alone_a_long_step_is_known_after_two(length, updates):
+    number, step = found_at(accumulating(length), ranks=1)
+    assert (number, step.tokens) == (updates, (*["B"] * length, "S0"))
+    assert found_at(accumulating(2, 3), ranks=1)[1].count == 2
+
+
+def test_a_step_holds_every_optimizer_that_was_seen():
+    """Five steps of a critic look like steps of their own, until the generator's comes."""
+    update = [*["B", "S0"] * 5, "B", "S1"]
+    number, step = found_at(itertools.chain([["B", "S1"]], itertools.repeat(update)), ranks=1)
+    assert (number, step.tokens) == (3, tuple(update))
+
+
+def test_where_nothing_repeats_the_optimizer_that_steps_most_often_makes_the_step():
+    assert motif.irregular(["B", "S1", "B", "S0", "B", "B", "S0", "B", "S2"]) == motif.Step("S0", 1, ("S0",))
+
+
+@pytest.mark.parametrize(("changes", "count"), [("-++", None), ("-+++", 1), ("+--+--+", 3), ("+-++", None), ("+-+++", 1)])
+def test_updates_by_hand_are_steps_once_two_in_a_row_are_as_long(changes, count):
+    found = motif.find_manual([change == "+" for change in changes])
+    assert found == (count and motif.Step("B", count, ("B",) * count))
 
 
 def test_ranks_that_accumulate_over_other_numbers_of_batches_come_to_the_gate(script, start):

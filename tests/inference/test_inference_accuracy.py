@@ -65,7 +65,8 @@ def test_scores_that_are_all_zero_may_be_distances():
 def test_the_range_of_scores_is_the_users_to_say():
     budget = Budget(0.5, score_range=(-1, 1))
     assert budget.problem(scores(0.9, 1.0000001, -1)) is None               # a cosine, rounded
-    assert "1.5 lies outside" in (budget.problem(scores(0.9, 1.5)) or "")
+    for beyond in ("1.5", "1.001"):
+        assert f"{beyond} lies outside" in (budget.problem(scores(0.9, float(beyond))) or "")
     assert "-3 lies outside" in (budget.problem(read(-3)) or "")
     assert "between 0 and 0.4" in (Budget(0.5, score_range=(0, 0.4)).problem(scores(0.3, 0.2)) or "")
     with pytest.raises(UnusableScores, match="outside"):
@@ -464,6 +465,15 @@ def test_the_number_of_samples_is_that_of_the_check_at_the_level_of_the_confirma
     assert half.samples_needed == 2 * (alone.samples_needed or 0) and half.verdict == alone.verdict and half.drop_ci == alone.drop_ci
     later = compare(*flips(50), budget, confirmed_at=0.99)
     assert (later.samples_needed or 0) > 1.3 * (alone.samples_needed or 0) and later.drop_ci == alone.drop_ci
+
+
+def test_scores_below_zero_are_judged_like_their_mirror_image():
+    """Log-likelihoods: a tenth of their mean is no negative drop."""
+    before = [1.0 + i % 5 for i in range(20)]
+    after = [1.05 * value + 0.1 * (-1) ** i for i, value in enumerate(before)]
+    losses = compare(read(before), read(after), Budget(0.1, relative=True, higher_is_better=False, score_range=(0, 10)))
+    mirrored = compare(*(read([-value for value in values]) for values in (before, after)), Budget(0.1, relative=True, score_range=(-10, 0)))
+    assert losses.verdict == "undecided" and losses.samples_needed is not None and mirrored == losses
 
 
 # -- selection and confirmation ------------------------------------------------------------------------------------

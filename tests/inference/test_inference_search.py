@@ -467,6 +467,14 @@ def test_what_lets_a_format_be_left_out(format: float | None, runtimes: tuple[fl
     assert order.outrun(Candidate.of([second]), tried, 100.0) is None, "lossless ones are wanted for their own sake"
 
 
+@pytest.mark.parametrize(("best", "left_out"), [(5.0, False), (7.0, True)])
+def test_of_several_that_show_a_format_the_fastest_says_what_may_be_hoped_for(best: float, left_out: bool) -> None:
+    first, second, third, number = (Part(Hashable(**vars(module)), module.Options()) for module in (FIRST, SECOND, compiling("third"), BF16))
+    speeds = {(first,): 1.5, (second,): 1.5, (third,): 1.5, (third, number): 4.0, (first, number): 2.0}
+    tried = {Candidate.of(list(parts)): SimpleNamespace(speedup=speed, seconds=1.0) for parts, speed in speeds.items()}
+    assert order.outrun(Candidate.of([second, number]), tried, best) == (Candidate.of([third, number]) if left_out else None)
+
+
 def test_what_promises_most_for_its_time_comes_first() -> None:
     """A short search must not spend itself on compilers before the number formats that take seconds."""
     slow, quick = technique("compile", bound=2.0, prepare_s=30.0), technique("run", bound=2.2, prepare_s=5.0)

@@ -158,6 +158,15 @@ def test_more_rounds_are_made_until_their_noise_is_half_of_what_pairs_differ_by(
     assert next_action([[log1p(0.02) + scale * one for one in rounds]]).action == action
 
 
+@pytest.mark.parametrize(("share", "action"), [(0.95, "more_rounds"), (1.05, "stop")])
+def test_while_the_rounds_of_a_pair_scatter_only_what_leaves_no_doubt_is_called(share, action):
+    """By hand: Student's t of 99.9 % with 6 degrees of freedom. At 99 % it would be 3.7, and each further round another look."""
+    rounds, error = [-2.0, -1.0, -0.5, 0.5, 1.0, 2.0], 5 * PRIOR_BETWEEN_SD
+    scale, needed = error / median_se(rounds), 5.9588 * sqrt(PRIOR_BETWEEN_SD**2 + error**2)
+    found = next_action([[log1p(0.02) + share * needed + scale * one for one in rounds]])
+    assert (found.action, found.verdict) == (action, "faster" if action == "stop" else "inconclusive")
+
+
 def test_a_large_gain_needs_one_short_pair_and_a_small_one_at_least_three():
     rng = random.Random(7)
     decision, pairs = race(rng, log(1.8))

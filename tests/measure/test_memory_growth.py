@@ -21,7 +21,8 @@ def test_growth_is_what_the_last_blocks_rise_by():
 
 @pytest.mark.parametrize("trail", [
     [], [(3, 300.0)], [(3, 300.0), (7, 340.0), (11, 350.0), (15, 350.0), (19, 350.0)],
-    leak((3, 7, 11)), leak((3, 7, 11, 15, 19, 23), rate=0.05), [*leak((3, 7, 11, 15, 19)), (23, 338.0)]])
+    leak((3, 7, 11)), leak((3, 7, 11, 15, 19, 23), rate=0.05), [*leak((3, 7, 11, 15, 19)), (23, 338.0)],
+    [*leak((3, 7, 11), rate=0.05), *leak((15, 19, 23), 340.0, 0.05)]])      # one step that allocates what stays, and heaps that creep
 def test_no_growth_is_made_of_too_little(trail):
     assert growth(64, trail, 4, 0.1) is None
 

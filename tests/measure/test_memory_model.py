@@ -96,6 +96,7 @@ def test_a_hidden_slope_cannot_carry_a_probe_over_the_limit():
         measured.append(Point(size, peak(size)))
         size = next_probe(measured, 100.0, 3000.0, 10**6)
         assert size is None or peak(size) <= 3000.0
+    assert next_probe(points((8, 500.0), (16, 510.0)), 100.0, 1000.0, 10**6) == int(0.85 * 900 / (410 / 16)), "nor near it"
 
 
 def test_a_first_proposal_after_one_size_is_a_cautious_one():

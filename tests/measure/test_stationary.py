@@ -131,6 +131,7 @@ def test_blocks_of_a_training_that_becomes_slower_or_faster(seed):
 
     assert drifts(blocks(6, 0.05, 0.002)) and drifts(blocks(12, -0.02, 0.01)) and drifts([20.0] * 5 + [10.0] * 4)
     assert not drifts(blocks(6, 0.0, 0.05)) and not drifts(blocks(40, 0.0, 0.05)) and not drifts(blocks(12, 0.003, 0.0))
+    assert drifts(blocks(12, 0.007, 0.0)) and not drifts(blocks(12, 0.006, 0.0)), "5 % from the first third to the last"
     assert not drifts([20.0, 20.0, 10.0, 10.0, 10.0]) and not drifts([]), "too few to tell"
     assert not drifts([20.0, 20.1, 19.9, 20.0, 95.0, 20.1, 20.0, 19.9, 20.0, 20.1]), "one evaluation"
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from saturate.errors import WorkloadFailed
+from saturate.errors import EnvironmentProblem, SaturateError, StudyDamaged, WorkloadFailed
 from saturate.report import words
 from saturate.study import confirming, starts, summary, tune
 from saturate.study.ending import Interrupted
@@ -26,17 +26,48 @@ def study(monkeypatch):
     kept = {}
     store = SimpleNamespace(add_seconds=lambda phase, seconds: None, set_meta=kept.__setitem__)
     request = SimpleNamespace(argv=["true"], cwd=Path(), environment={}, timeout_s=1.0, directory=Path(), budget_s=60.0, limit_bytes=None)
-    monkeypatch.setattr(tune, "Bench", lambda *arguments: SimpleNamespace(close=lambda: None, book=lambda: None, isolation=""))
+    bench = SimpleNamespace(close=lambda: None, book=lambda: None, isolation="")
+    monkeypatch.setattr(tune, "Bench", lambda *arguments: bench)
     monkeypatch.setattr(tune, "_measure", lambda study, bench: None)
     monkeypatch.setattr(summary, "record_of", lambda study: "record")
     monkeypatch.setattr(summary, "write", lambda study, record: None)
-    return SimpleNamespace(request=request, store=store, folder=Path(), say=lambda line: None, error=None, started=0.0, isolation="", kept=kept)
+    return SimpleNamespace(request=request, store=store, folder=Path(), say=lambda line: None, error=None, started=0.0, isolation="", kept=kept,
+                           bench=bench)
+
+
+def raises(error):
+    def fails(*arguments):
+        raise error
+
+    return fails
 
 
 def test_a_study_is_finished_when_all_of_it_is_written(study, monkeypatch):
     monkeypatch.setattr(summary, "write", lambda study, record: study.kept.update(written="finished" not in study.kept))
     assert tune._work(study) == ("record", None)
     assert study.kept == {"written": True, "finished": True}
+
+
+@pytest.mark.parametrize(("error", "finished"), [
+    (WorkloadFailed("the command failed when it was run again"), True),
+    (StudyDamaged("the study holds an answer that is none"), True),         # it would say so for ever
+    (EnvironmentProblem("the disk is full"), False),
+])
+def test_a_study_that_the_machine_ended_goes_on_and_any_other_is_tried_again_from_the_start(error, finished, study, monkeypatch):
+    monkeypatch.setattr(tune, "_measure", raises(error))
+    assert tune._work(study) == ("record", error) and ("finished" in study.kept) is finished
+
+
+@pytest.mark.parametrize("later", ["book", "record_of", "write"])
+def test_what_ended_a_study_is_told_though_writing_it_down_fails_too(later, study, monkeypatch):
+    first = WorkloadFailed("the command failed when it was run again")
+    monkeypatch.setattr(tune, "_measure", raises(first))
+    monkeypatch.setattr(study.bench if later == "book" else summary, later, raises(EnvironmentProblem("the disk is full")))
+    try:
+        _, told = tune._work(study)
+    except SaturateError as raised:     # there is not even a record
+        told = raised
+    assert told is first
 
 
 def test_samples_that_trials_have_decoded_go_with_the_study(study, tmp_path, monkeypatch):

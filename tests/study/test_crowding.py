@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_racing import ONE_PAIR, Bench, Process, in_whole_blocks
 
-from saturate.records.facts import Facts
+from saturate.records.facts import Facts, MachineFacts
 from saturate.study import baseline, crowding, tune
 from saturate.study.live import on_side
 from saturate.study.racing import ONCE_MORE, Racer
@@ -185,3 +185,8 @@ def test_two_fit_where_what_is_free_holds_their_contexts_as_well(processes: int,
                   device_room_bytes=None if room_gb is None else int(room_gb * GIB))
     assert (baseline._too_small({"memory_bytes": 1}, facts, processes) is None) is holds
 
+
+@pytest.mark.parametrize(("processes", "each_gb", "holds"), [(2, 25, True), (2, 26, False), (4, 14, True), (4, 15, False)])
+def test_two_fit_where_the_machine_holds_them_and_half_of_another(processes: int, each_gb: float, holds: bool) -> None:
+    facts = Facts(machine=MachineFacts(memory_bytes=64 * GIB))
+    assert baseline._too_small({"memory_bytes": each_gb * GIB}, facts, processes) == (None if holds else "memory")

@@ -33,7 +33,7 @@ class Racer:
         return SimpleNamespace(pairs=self.pairs, pair_s=self.pair_s, work=[], gain=0.0, gain_ci=self.ci, decision=SimpleNamespace(estimate=race.estimate(self.pairs)))
 
     def learn_noise(self, pairs, work=()):
-        pass
+        self.learned = pairs
 
 
 @pytest.mark.parametrize(("pair_s", "pairs"), [(40.0, 1), (14.0, 4)])
@@ -47,6 +47,26 @@ def test_no_further_pair_is_begun_that_would_outlast_the_budget(monkeypatch, pai
     assert len(racer.pairs) == pairs and clock[0] <= 60.0
     assert "--budget" in error.value.remedy and f"{pairs} pair" in error.value.evidence
     assert math.isfinite(tune._floor(study.aa))
+
+
+def test_what_two_runs_of_the_same_program_differ_by_is_known_to_all_later_races():
+    racer = Racer([0.0], 1.0, [0.01, -0.01, 0.0, 0.01])
+    study = SimpleNamespace(request=SimpleNamespace(budget_s=1e6), aa=None, say=lambda line: None)
+    assert tune._noise(study, racer, (), end=math.inf) and racer.learned == racer.pairs == [racer.pair]
+
+
+@pytest.mark.parametrize(("used_s", "left_s"), [
+    (0.0, 100.0),
+    (60.0, 40.0),
+    (95.0, 30.0),       # what is found then must still be confirmed
+    (500.0, 30.0),
+])
+def test_a_study_that_is_gone_on_with_has_what_is_left_of_its_budget_and_time_to_end(used_s, left_s, monkeypatch):
+    monkeypatch.setattr(baseline, "establish", lambda *arguments: False)
+    store = SimpleNamespace(phases=lambda: [("baseline", 12.0), ("total", used_s)], add_seconds=lambda phase, seconds: None)
+    bench, told = SimpleNamespace(), []
+    tune._measure(SimpleNamespace(request=SimpleNamespace(budget_s=100.0), store=store, started=1000.0, on_end=told.append), bench)
+    assert told == [bench.ends] == [1000.0 + left_s]
 
 
 @pytest.mark.parametrize(("used_s", "step_ms", "known", "asked", "needs"), [

@@ -16,7 +16,7 @@ from saturate.study import race_pair, racing
 from saturate.study import store as stores
 from saturate.study.fates import FATES, Fate
 from saturate.study.race_blocks import block_size, means_ms
-from saturate.study.race_pair import MOST_ROUNDS, KernelWork
+from saturate.study.race_pair import MOST_ROUNDS, KernelWork, Pair
 from saturate.study.racing import Racer
 from saturate.study.search import Search
 from saturate.trial import clocks, meter
@@ -190,6 +190,16 @@ def test_rounds_of_a_pair_that_failed_are_dropped(tmp_path):
     assert bench.store._execute("select * from rounds") == []
 
 
+def test_rounds_that_were_no_measurement_leave_no_times_behind():
+    store, times = Store(), [(3.0, 3.0)]        # of an earlier pair
+    pair = Pair(store, "q", 1, times, ONE_PAIR, math.inf, lambda limits: False)
+    for a_ms, b_ms in ((1.0, 1.0), (1.0, 2.0)):
+        pair.keep(a_ms, b_ms)
+    pair.forget()
+    pair.keep(2.0, 2.0)
+    assert times == [(3.0, 3.0), (2.0, 2.0)] and pair.ratios == [0.0] and store.kept == {(1, 1): 0.0}
+
+
 @pytest.mark.parametrize("mode", ["concurrent", "alternate"])
 def test_what_is_no_longer_in_effect_at_the_end_was_not_applied(mode):
     """Seen: a model that was built anew after the warm-up was raced without its technique, and called undecided."""
@@ -235,6 +245,14 @@ def test_a_shared_process_that_runs_out_is_replaced_and_its_single_round_forgott
     result = run(bench, share_base=True)
     assert bench.started == ["reference", "race B", "reference", "race B"]
     assert result.record.rounds == 4 and len(result.pairs) == 1
+
+
+def test_a_process_that_nobody_shared_and_that_runs_out_is_too_short():
+    """A young one would have as many steps."""
+    bench = Bench(scatter=0.001, blocks=[1, 10_000])
+    with pytest.raises(TrialEnded, match="too_short"):
+        run(bench)
+    assert bench.started == ["race A", "race B"]
 
 
 BROKEN = Outcome("crashed", "ConnectionResetError: [Errno 104] Connection reset by peer")
@@ -487,6 +505,30 @@ def test_an_older_baseline_makes_nothing_of_the_same_program_faster_or_slower(by
     assert by_step or bench.started.count("reference") == 1, "one that stays as it is is shared"
 
 
+def test_a_queue_that_runs_empty_is_no_training_that_becomes_slower():
+    """Blocks that the queue had hidden count no more, and the shared process is as fast as it was: no other one has to start."""
+    class Emptying(Process):
+        def run_block(self, skip, steps, cpus=()):
+            found = super().run_block(skip, steps, cpus)
+            self.unmade_batches = 40 if self.steps > 50 else 0
+            found.timed_ns[:] = [round(t * (2.0 if steps > 3 else 1 + 0.01 * self.steps)) for t in found.timed_ns]
+            return found
+
+    bench = with_workers(Bench(scatter=0.001, process=Emptying), [])
+    started = bench.live
+
+    def warm(purpose, techniques):
+        found = started(purpose, techniques)
+        found.trial.steps, found.trial.unmade_batches = 10, 0
+        return found
+
+    bench.live = warm
+    racer = in_whole_blocks(bench)
+    for question in ("A/A", "again"):
+        racer.run(question, (), (), Limits(max_pairs=1, min_rounds=12, max_rounds=12), time.monotonic() + 60.0, share_base=True)
+    assert bench.started == ["reference", "race B", "race B"]
+
+
 def test_what_an_older_baseline_accumulates_is_not_asked_of_a_younger_process():
     """Micro-steps become more by a schedule. In a fresh pair both come to them together; what does other work there does other work."""
     class Scheduled(Process):
@@ -675,6 +717,19 @@ def test_where_processes_run_one_after_the_other_the_first_one_changes():
     bench = Bench(scatter=0.001)
     in_whole_blocks(bench, "alternate").run("x", (), CANDIDATE, Limits(max_pairs=2, min_rounds=4, max_rounds=4), time.monotonic() + 60.0, min_pairs=2)
     assert bench.started == ["race A alone", "race B alone", "race B alone", "race A alone"]
+
+
+def test_where_processes_run_one_after_the_other_their_nth_blocks_skip_as_many_steps():
+    """A step that is slow at regular intervals must not be timed more often on one side."""
+    class Noted(Process):
+        def run_block(self, skip, steps, cpus=()):
+            skips.setdefault(self, []).append(skip)
+            return super().run_block(skip, steps, cpus)
+
+    skips = {}
+    in_whole_blocks(Bench(process=Noted), "alternate").run("x", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60.0)
+    ours, theirs = skips.values()
+    assert ours == theirs and len(set(ours)) > 1
 
 
 def test_a_script_that_ends_behind_forgotten_rounds_is_too_short():

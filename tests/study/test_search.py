@@ -223,25 +223,45 @@ def test_what_cannot_be_told_of_one_is_asked_of_the_others() -> None:
     assert (walk.fates["fast"].fate, walk.fates["fast"].reason) == ("inconclusive", "cannot verify: it amplifies one rounding")
 
 
-def test_a_study_in_which_nothing_can_be_compared_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`measured(found)`: the study whose search `found` is, and what was said and done in it."""
+    def measure(found: Any, starved: str = "") -> tuple[Any, list[str]]:
+        done: list[str] = []
+        racer = types.SimpleNamespace(mode="alternate", drop_base=lambda: done.append("drop"))
+        for name, stub in {"Racer": racer, "Verifier": types.SimpleNamespace(), "Search": found, "_is_measurable": True, "_fit": None}.items():
+            monkeypatch.setattr(tune, name, lambda *arguments, stub=stub, **named: stub)
+        monkeypatch.setattr(confirming, "confirm", lambda *arguments: done.append("last race"))
+        for name in ("establish", "race_mode", "at_once"):
+            monkeypatch.setattr(tune.baseline, name, lambda *arguments: True)
+        request = types.SimpleNamespace(budget_s=60.0, threshold=0.02, race_mode="auto", only=None, skip=frozenset(), allow_convergence=False)
+        store = types.SimpleNamespace(phases=lambda: [], add_seconds=lambda phase, seconds: None)
+        study = types.SimpleNamespace(request=request, store=store, started=0.0, facts=Facts(device="cpu"), findings=[], registry={}, on_end=None,
+                                      starved=starved, aa=None, refusal=None, say=done.append)
+        bench = types.SimpleNamespace(pace=None, warm_ups=[], peaks=types.SimpleNamespace(too_much=lambda techniques: ""))
+        tune._measure(study, bench)         # type: ignore[arg-type]
+        return study, done
+
+    return measure
+
+
+def test_a_study_in_which_nothing_can_be_compared_says_why(measured: Any) -> None:
     def refuses() -> None:
         raise CannotVerify("it does not repeat itself")
 
-    said: list[str] = []
-    racer = types.SimpleNamespace(mode="alternate", drop_base=lambda: None)
-    found = types.SimpleNamespace(kept=(), base=(), run=refuses)
-    for name, stub in {"Racer": racer, "Verifier": types.SimpleNamespace(), "Search": found, "_is_measurable": True}.items():
-        monkeypatch.setattr(tune, name, lambda *arguments, stub=stub, **named: stub)
-    monkeypatch.setattr(confirming, "confirm", lambda *arguments: pytest.fail("nothing was kept"))
-    for name in ("establish", "race_mode", "at_once"):
-        monkeypatch.setattr(tune.baseline, name, lambda *arguments: True)
-    request = types.SimpleNamespace(budget_s=60.0, threshold=0.02, race_mode="auto", only=None, skip=frozenset(), allow_convergence=False)
-    store = types.SimpleNamespace(phases=lambda: [], add_seconds=lambda phase, seconds: None)
-    study = types.SimpleNamespace(request=request, store=store, started=0.0, facts=Facts(device="cpu"), findings=[], registry={}, on_end=None, starved="",
-                                  aa=None, refusal=None, say=said.append)
-    bench = types.SimpleNamespace(pace=None, warm_ups=[], peaks=types.SimpleNamespace(too_much=lambda techniques: ""))
-    tune._measure(study, bench)         # type: ignore[arg-type]
-    assert study.refusal == "cannot verify: it does not repeat itself" == said[-1]
+    study, done = measured(types.SimpleNamespace(kept=("fast",), base=(), run=refuses))
+    assert study.refusal == "cannot verify: it does not repeat itself" == done[-1]
+
+
+@pytest.mark.parametrize(("starved", "base", "kept", "raced"), [
+    ("", (), ("fast",), True), ("", (), (), False),
+    ("out of memory", ("needed",), ("needed", "fast"), True),
+    ("out of memory", ("needed",), ("needed",), False),         # it would be raced against itself
+])
+def test_what_was_added_has_a_last_race_and_nothing_stands_frozen_beside_it(
+        starved: str, base: tuple[str, ...], kept: tuple[str, ...], raced: bool, measured: Any) -> None:
+    _, done = measured(types.SimpleNamespace(kept=kept, base=base, run=lambda: None), starved)
+    assert done[done.index("search:") + 1:] == ["drop", *["last race"] * raced]
 
 
 def test_allow_is_only_named_where_it_would_change_something() -> None:
@@ -294,6 +314,7 @@ def test_a_later_variant_must_lead_beyond_what_readings_scatter() -> None:
     two_workers, one = read(0.093, 0.030, 0.160), read(0.117, 0.020, 0.223)
     assert not leads(one, two_workers), "a tie goes to the one that was thought better"
     assert leads(read(0.25, 0.2, 0.3), two_workers) and not leads(read(0.05, 0.0, 0.1), two_workers)
+    assert leads(read(0.16, 0.045, 0.25), two_workers) and not leads(read(0.135, 0.02, 0.223), two_workers), "one standard error is 5.5 %"
     assert leads(types.SimpleNamespace(gain=0.1, gain_ci=None), types.SimpleNamespace(gain=0.09, gain_ci=None))
 
 
@@ -385,12 +406,13 @@ def test_a_pair_joins_where_both_give_much_together_and_the_promised_one_most_of
     assert "small" not in {c.id for c in walk.kept}
 
 
-def test_no_pair_is_begun_behind_the_deadline() -> None:
+@pytest.mark.parametrize("change", [{"deadline": 0.0}, {"verified": {"warm"}}], ids=["behind the deadline", "with what was judged by itself"])
+def test_no_pair_is_begun_in_vain(change: dict[str, Any]) -> None:
     world = Together({"small": (1.0, 0.0), "warm": (0.99, 0.0)}, None, factor=0.75)
     walk = search(world, SMALL, WARM)
     walk.findings = (promise(1.8),)
     walk._screen(walk.eligible())
-    walk.deadline = 0.0
+    vars(walk).update(change)
     combining.pair_up(walk)
     assert not any(" and " in question for question in world.asked)
 
@@ -475,6 +497,15 @@ def test_what_was_judged_by_itself_is_not_asked_about_in_a_group() -> None:
     walk.verified.add("one")
     combining.race_rest(walk, [variants[0] for variants in walk.eligible()])
     assert world.started[1] == "three + two"
+
+
+def test_what_seemed_slower_is_not_raced_with_the_rest() -> None:
+    """It is as undecided as the others, and would take from what they give."""
+    world = Noisy({"one": (0.97, 0.0), "two": (0.96, 0.0), "slow": (1.05, 0.0)}, None, misread={"one": 0.03, "two": 0.04, "slow": -0.03})
+    walk = search(world, *map(likely, world.effects))
+    walk._screen(walk.eligible())
+    combining.race_rest(walk, [])
+    assert world.asked[-1] == "add one + two to baseline"
 
 
 def test_what_several_gave_together_is_no_gain_of_one() -> None:
@@ -653,12 +684,16 @@ def test_where_the_time_does_not_do_for_each_what_is_certain_is_added_at_once(tu
     assert ("in the final set" in walk.fates["one"].reason) == together, "with time left, each has to earn its place; the last one added had its race"
 
 
-@pytest.mark.parametrize(("numerics", "low", "joins"), [("exact", 0.01, True), ("precision", 0.01, False), ("exact", -0.01, False)])
-def test_what_leans_to_faster_joins_what_is_certain_where_the_time_ends(numerics: str, low: float, joins: bool) -> None:
+@pytest.mark.parametrize(("numerics", "gain", "low", "joins"), [
+    ("exact", 0.06, 0.01, True), ("precision", 0.06, 0.01, False), ("exact", 0.06, -0.01, False),
+    ("exact", 0.12, 0.01, False),       # it seems to give more than what is certain: nothing is there yet that it could join
+])
+def test_what_leans_to_faster_joins_what_is_certain_where_the_time_ends(numerics: str, gain: float, low: float, joins: bool) -> None:
     """One of two gains was certain, and the other +6 % [+1.7, +10.5]: the budget had time for one more race, and the certain one needed none."""
-    world = Noisy({"sure": (0.93, 0.0), "leans": (0.94, 0.0)}, None, misread={"leans": 0.06}, low=low)
+    world = Noisy({"sure": (0.93, 0.0), "leans": (0.94, 0.0)}, None, misread={"leans": gain}, low=low)
     walk = screened_late(world, technique("sure"), likely("leans", numerics), turns=2.5)
-    assert ("add sure + leans to baseline" in world.asked) == joins
+    together = [question for question in world.asked if question in ("add sure + leans to baseline", "add leans + sure to baseline")]
+    assert together == ["add sure + leans to baseline"] * joins
     if joins:
         assert [[c.id for c in added] for added, _ in walk.stairs] == [["sure", "leans"]]
 

@@ -14,12 +14,13 @@ MS = 1_000_000
 
 @pytest.fixture
 def observed(monkeypatch):
-    """`observe` of a process on `device`, whose block had these parts in each of its steps of 20 ms."""
+    """`observe` of a process on `device`, whose block had these parts in each of its steps of 20 ms; 3 page faults come in each step, and
+    the kernel takes 2 ms for them."""
     monkeypatch.setattr(baseline, "with_machine", lambda study, facts: None)
-    monkeypatch.setattr(baseline.meter, "kernel_work", lambda pid: (0, 0.0))
 
     def observe(device, slower=1, **parts_ms):
         asked = []
+        monkeypatch.setattr(baseline.meter, "kernel_work", lambda pid: (100 + 3 * sum(map(sum, asked)), 1.0 + 2e-3 * sum(map(sum, asked))))
 
         def run_block(skip, steps, split):
             asked.append((skip, steps))
@@ -45,6 +46,7 @@ def test_an_accelerator_hides_the_host_s_waits(observed):
     facts, split, asked = observed("cuda", input=0, fetch=5, backward=12, optimizer=2)
     assert (facts["input_wait_ms"], facts["input_exposed_ms"], facts["backward_ms"]) == (5, 0, 12)
     assert split["input wait"] == 0 and split["forward and rest"] == 6 and asked == [(8, 50)]
+    assert (facts["page_faults"], facts["kernel_ms"]) == pytest.approx((3, 2)), "in each step, those that are not timed among them"
 
 
 @pytest.mark.parametrize("slower", [1, 5])

@@ -106,15 +106,40 @@ class Told(Verifier):
     """Each run is what `tell` says of it; `answers` are those of the study."""
 
     def __init__(self, tell, **answers):
-        store = types.SimpleNamespace(answer=answers.get, set_answer=lambda question, answer: None)
-        super().__init__(types.SimpleNamespace(store=store))
-        self.series = tell
+        super().__init__(types.SimpleNamespace(store=types.SimpleNamespace(answer=answers.get, set_answer=answers.__setitem__)))
+        self.series, self.answers = tell, answers
 
 
 def test_in_a_set_each_keeps_its_own_promise():
     """Beside a fused optimizer, which may round otherwise, an exact technique changed a bit."""
     found = Told(lambda run: series([1.0], 1e-9 if run.techniques else 0.0)).verify(ordered((*EXACT, *FUSED)))
     assert found.passed is False and found.reason.startswith("gc-freeze alone: declared exact")
+
+
+def test_beside_what_was_needed_to_fit_each_keeps_its_own_promise_too():
+    """That rounds to fewer bits, and an exact technique on top of it changed a bit."""
+    verifier = Told(lambda run: series([1.0], 0.0 if run.techniques == BF16 else 1e-9))
+    verifier.reference = BF16
+    found = verifier.verify(ordered((*BF16, *EXACT)))
+    assert found.passed is False and found.reason.startswith("declared exact, but not bit-identical")
+
+
+def test_a_study_that_is_gone_on_with_knows_the_verdicts_it_had():
+    for chosen in (EXACT, FUSED):
+        first = Told(lambda run: series([1.0], 1e-9 if run.techniques else 0.0))
+        found = first.verify(chosen)
+        resumed = Told(lambda run: pytest.fail("a run was recorded again"), **first.answers)
+        assert resumed.verify(chosen) == found and found.passed is (chosen == FUSED)
+
+
+@pytest.mark.parametrize(("chosen", "passed"), [(BF16, True), (FUSED, False)], ids=["bf16", "fused"])
+def test_only_what_is_computed_in_fewer_bits_is_held_to_the_rounding_of_those(chosen, passed):
+    """One rounding to bf16 changes this gradient by 3 %, and one of its own by next to nothing."""
+    def tell(run):
+        return dataclasses.replace(series([1.0]), grad_norms=[1.05 if run.techniques else 1.0 + 16 * run.perturb] * 52)
+
+    found = Told(tell).verify(chosen)
+    assert found.passed is passed, found.reason
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -136,15 +161,19 @@ def test_what_nearly_passed_is_held_against_more_twins():
     assert alone.verify(FUSED).passed is False, "without them it is outside"
 
 
-@pytest.mark.parametrize(("louder", "passed"), [(1.0, True), (3.0, False)])
-def test_what_draws_other_numbers_lies_where_the_baselines_seeds_lie(louder, passed):
+@pytest.mark.parametrize(("chosen", "louder", "passed"), [
+    (BF16, 1.0, True),
+    (BF16, 3.0, False),
+    (FUSED, 1.0, False),        # it may draw no other numbers
+], ids=["as the seeds", "louder", "which draws none"])
+def test_what_draws_other_numbers_lies_where_the_baselines_seeds_lie(chosen, louder, passed):
     """With randomness aligned it is the same training, and with its own another one."""
     def tell(run):
         off = 1.0 + 0.01 * run.seed_offset if not run.techniques else 1.02 * louder if not run.aligned else 1.0
         return dataclasses.replace(series([1.0]), losses=[[off * (1.0 + 1 / (k + 1))] for k in range(52)])
 
-    found = Told(tell).verify(BF16)
-    assert found.passed is passed and ("from the mean of 5 seeds" in found.reason) is not passed
+    found = Told(tell).verify(chosen)
+    assert found.passed is passed and ("from the mean of 5 seeds" in found.reason) is (louder > 1)
 
 
 def test_what_trains_otherwise_when_it_is_timed_does_not_verify():

@@ -22,6 +22,13 @@ def test_an_exit_code_that_is_no_signal(code, kind) -> None:
     assert ended.kind == kind and "signal 1" not in ended.reason
 
 
+@pytest.mark.parametrize("code", [97, 1])
+def test_a_cage_was_refused_where_the_exit_code_says_so_too(code) -> None:
+    """A command may print anything, or read it to somebody."""
+    log = "saturate: could not start: isolation: CageRefused: mount overlay on /work\n"
+    assert (outcome.classify({"ended": "exit", "code": code}, log, 0, False, None).kind == "cage_refused") is (code == 97)
+
+
 _FULL = "OSError: [Errno 28] No space left on device\n"
 _RAISED = "Traceback (most recent call last):\n  File \"t.py\", line 2, in <module>\n    work()\n"
 

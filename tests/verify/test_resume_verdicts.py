@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from saturate.verify.resume import OUTCOMES, Killed, compare, deviation, identity
+from saturate.verify.resume import OTHER_DATA, OUTCOMES, Killed, compare, deviation, identity
 from saturate.verify.resume_log import Log, Save, Step, Update, merged, saves, step_of, updates
 
 EPOCH = 8       # updates in an epoch of 32 samples, 4 in each
@@ -99,12 +99,13 @@ def test_a_loader_that_began_anew() -> None:
     assert outcome(resumed(12, 11), killed(17, 12))[0] == "repeats_data", "one batch only"
 
 
-def test_without_shuffling_a_restart_is_not_taken_for_the_next_epoch() -> None:
-    """All epochs have the same order, so the data of the restarted one are those of the next one too."""
+@pytest.mark.parametrize("at", [12, 14])
+def test_without_shuffling_a_restart_is_not_taken_for_the_next_epoch(at: int) -> None:
+    """All epochs have the same order, so the data of the restarted one are those of the next one too, which may be nearer."""
     same = training(order=0)
     restarted = [replace(one, indices=there.indices, rows=there.rows, given=there.given, begins=k % 8 == 0, losses=(9.0 - k,))
-                 for k, (one, there) in enumerate(zip(resumed(12), same))]
-    assert outcome(restarted, killed(17, 12), reference=same)[0] == "repeats_data"
+                 for k, (one, there) in enumerate(zip(resumed(at), same))]
+    assert outcome(restarted, killed(17, at), reference=same)[0] == "repeats_data"
 
 
 def test_data_that_are_left_out() -> None:
@@ -115,13 +116,21 @@ def test_data_that_are_left_out() -> None:
     assert outcome(resumed(8, 16), killed(17, 8))[0] == "skips_data", "a whole epoch"
 
 
-def test_the_rest_of_an_epoch_that_never_comes() -> None:
-    other = training(seed=5)
-    unused = sorted(set(range(32)) - {index for one in training()[8:12] for index in one.indices})
-    short = [replace(other[0], indices=tuple(unused[:4]), before="w12")]
+def rest(at: int, updates: int) -> list[Update]:
+    """Of the epoch of position `at`, what had not been used, in another order: so many updates."""
+    unused = sorted({index for one in training()[at: at // EPOCH * EPOCH + EPOCH] for index in one.indices})
+    of_each = [tuple(unused[k::4]) for k in range(updates)]
+    return [replace(one, indices=indices, rows=tuple(100 + index for index in indices), given=(f"n{k}",), begins=k == 0, before=f"w{at}" if k == 0 else f"v{k}")
+            for k, (one, indices) in enumerate(zip(resumed(at), of_each))]
+
+
+@pytest.mark.parametrize(("length", "at"), [(40, 12), (EPOCH, 4)], ids=["several epochs", "one"])
+@pytest.mark.parametrize(("updates", "kind"), [(1, "skips_data"), (2, "resumes_reordered")])
+def test_the_rest_of_an_epoch_that_never_comes(updates: int, kind: str, length: int, at: int) -> None:
+    """Two batches may be what a loader drops at its end."""
     following = [replace(one, begins=k == 0) for k, one in enumerate(training(seed=9)[:8])]
-    kind, reason = outcome([*short, *following], killed(17, 12))
-    assert kind == "skips_data" and reason.startswith("12 of the 32 samples of the epoch never came")
+    found, reason = outcome([*rest(at, updates), *following], killed(at + 3, at), reference=training(length))
+    assert found == kind and reason.startswith("12 of the 32 samples of the epoch never came") is (kind == "skips_data")
 
 
 def test_an_epoch_that_is_complete_but_shuffled_anew() -> None:
@@ -148,10 +157,21 @@ def test_an_epoch_whose_end_nobody_saw_may_have_begun_anew() -> None:
              for k, (one, there) in enumerate(zip(run[12:28], fresh))]
     kind, reason = outcome(other, killed(17, 12, of=run), reference=run)
     assert kind == "inconclusive" and "too few updates" in reason
-    rest = sorted({index for one in training()[12:16] for index in one.indices})
-    short = [replace(one, indices=tuple(rest[k::4]), rows=tuple(100 + index for index in rest[k::4]), given=(f"n{k}",), begins=k == 0,
-                     before="w12" if k == 0 else f"v{k}") for k, one in enumerate(training()[12:16])]
-    assert outcome(short, killed(17, 12))[0] == "resumes_reordered", "its end was seen, and the rest came"
+    assert outcome(rest(12, 4), killed(17, 12))[0] == "resumes_reordered", "its end was seen, and the rest came"
+    assert outcome(rest(12, 1), killed(17, 12))[0] == "inconclusive", "of four samples, an epoch that began anew repeats two on average, and often none"
+
+
+def test_samples_drawn_with_replacement_have_no_epochs() -> None:
+    """Some came again, as they do without a kill: "repeats_data"."""
+    def drawn(run: list[Update], seed: int, **changes: object) -> list[Update]:
+        draw = random.Random(seed)
+        samples = [tuple(draw.choices(range(EPOCH * 4), k=4)) for _ in run]
+        return [replace(one, indices=these, rows=tuple(100 + index for index in these), given=(f"g{these}",), **changes)
+                for one, these in zip(run, samples)]
+
+    assert outcome(drawn(resumed(12), 1), killed(17, 12), reference=drawn(training(), 0)) == ("inconclusive", OTHER_DATA)
+    kind, reason = outcome(drawn(resumed(12), 1, counter=1), killed(17, 12), reference=drawn(training(), 0))
+    assert kind == "state_not_restored" and "counts 1 steps instead of 13" in reason, "that is certain all the same"
 
 
 def test_the_order_of_the_next_epoch() -> None:
@@ -161,6 +181,8 @@ def test_the_order_of_the_next_epoch() -> None:
              for k, one in enumerate(resumed(12))]
     kind, reason = outcome(found, killed(17, 12))
     assert kind == "resumes_reordered" and "for 4 updates" in reason
+    kind, reason = outcome([replace(one, losses=(one.losses[0] + 1.0,)) for one in found], killed(17, 12))
+    assert kind == "state_not_restored" and "losses" not in reason, "they were others from the first update on"
 
 
 def test_other_data_in_the_middle_of_an_epoch() -> None:
@@ -230,6 +252,9 @@ def test_parameters_that_cannot_be_seen() -> None:
     assert (result.outcome, result.resumed_at) == ("resumes_exactly", 12)
     assert compare(blind, blind[:10], killed(17, 12), True).outcome == "starts_over"
     assert compare(blind, [replace(one, losses=(9.0,)) for one in found], killed(17, 12), True).outcome == "state_not_restored"
+    flat = [replace(one, before=None, after=None, losses=(1.0,)) for one in training(order=0)]
+    result = compare(flat, flat[12:28], killed(17, 6, 12), True)
+    assert (result.outcome, result.resumed_at) == ("resumes_exactly", 12), "of places that look alike, one that was saved"
 
 
 def test_parameters_alone() -> None:

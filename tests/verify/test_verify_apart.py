@@ -105,6 +105,23 @@ def test_what_is_another_training_does_not_verify(kind, twins):
     assert verdict.passed is False, verdict.reason
 
 
+@pytest.mark.parametrize(("third", "passed"), [(2, True), (3, False)])
+def test_a_candidate_may_be_a_third_of_the_run_ahead_of_the_twin(third, passed):
+    """It rounds in every update, and the twin was perturbed once."""
+    def apart_from(third):
+        begins = FIRST_ACTING + 1 + (third - 1) * ((N - FIRST_ACTING) // 3)
+        return replace(run(1), losses=[[loss + 0.1 * (-1) ** k * (k >= begins)] for k, (loss,) in enumerate(BASE.losses)])
+
+    verdict = compare(BASE, apart_from(1), tolerance(BASE, [BASE], [apart_from(third)], 2.0**-24))
+    assert verdict.passed is passed, verdict.reason
+
+
+def test_a_tensor_that_goes_its_own_way_in_a_twin_may_go_it_in_a_candidate():
+    limits = tolerance(BASE, [BASE], [made(one_tensor_ascends, base=run(1))], 2.0**-24)
+    verdict = compare(BASE, made(one_tensor_ascends), limits)
+    assert verdict.passed, verdict.reason
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_honest_runs_verify_with_any_twin(seed):
     assert compare(BASE, BASE, allowed()).passed

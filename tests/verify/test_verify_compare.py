@@ -416,9 +416,9 @@ def test_a_loss_that_is_zero_at_first_and_mostly_has_no_tolerance_to_divide_by()
     assert verdict.passed and "within tolerance" in verdict.reason
 
 
-def scheduled(rates, decay=0.01, momentum=None):
+def scheduled(rates, decay=0.01, momentum=None, betas=(0.9, 0.999)):
     """BASE, with what its optimizer is set to for each of its three tensors."""
-    return replace(BASE, settings=[[(("lr", rate), ("weight_decay", decay), ("momentum", momentum), ("betas", (0.9, 0.999)))] * len(SEGMENTS)
+    return replace(BASE, settings=[[(("lr", rate), ("weight_decay", decay), ("momentum", momentum), ("betas", betas))] * len(SEGMENTS)
                                    for rate in rates])
 
 
@@ -428,7 +428,10 @@ FALLING = [1e-4 * (1 - k / 5000) for k in range(N)]
 @pytest.mark.parametrize(("candidate", "reason"), [
     (scheduled([1e-4] * N), "lr is 0.0001 in update 1 instead of 9.998e-05"),
     (scheduled(FALLING, decay=0.0), "weight_decay is 0.0 in update 0 instead of 0.01"),
-    (scheduled([rate * (1 + 1e-8) for rate in FALLING]), ""),       # read from a tensor of 32 bits
+    (scheduled(FALLING, betas=(0.9, 0.99)), "betas is (0.9, 0.99) in update 0 instead of (0.9, 0.999)"),
+    (scheduled(FALLING, betas=(0.9,)), "betas is (0.9,) in update 0"),
+    (scheduled([rate * (1 + 1e-5) for rate in FALLING]), "lr is "),
+    (scheduled([rate * (1 + 1e-7) for rate in FALLING]), ""),       # read from a tensor of 32 bits
     (replace(BASE, settings=[]), ""),                               # not recorded
     (replace(BASE, settings=[[None] * 3] * N), ""),                 # held by an optimizer that nobody knows
 ])

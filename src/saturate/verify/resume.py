@@ -105,8 +105,8 @@ def _without_weights(given: _Given, read: bool) -> Continuation:
     exact = [c for c in range(len(given.reference)) if given.overlap(c) >= ENOUGH and given.exact(c)]
     if 0 in exact and 0 not in given.killed.saved:
         return Continuation("starts_over", f"it repeats the run from its beginning{_unread(read)}", 0, given.overlap(0))
-    if exact:
-        return given.judged(exact[-1])
+    if exact:       # of epochs that are all alike, one after which there was a checkpoint
+        return given.judged(max([c for c in exact if c in given.killed.saved] or exact))
     if not read:
         return Continuation("starts_over", "it opened no file that the killed run had written", 0, len(given.resumed))
     return given.judged(given.killed.saved[-1]) if given.killed.saved else Continuation(
