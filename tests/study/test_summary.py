@@ -42,7 +42,7 @@ def test_nothing_helps_is_only_said_when_everything_was_tried(name):
 
 def test_what_the_budget_did_not_reach_is_named():
     tried = study(tf32=Fate("slower", "", CANDIDATE), compile=Fate("not_tried", "the budget ended before its turn", CANDIDATE))
-    assert summary._unfinished(tried) == ["the budget ended before compile had a turn; a longer --budget tries them"]
+    assert summary._unfinished(tried) == ["the budget ended before compile had a turn; a longer --budget tries it"]
     assert summary._unfinished(study(tf32=Fate("not_tried", "excluded with --skip"))) == []
 
 

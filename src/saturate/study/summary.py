@@ -136,7 +136,7 @@ def _unfinished(study: Study) -> list[str]:
     waiting = _out_of_budget(study)
     if not waiting:
         return []
-    return [f"the budget ended before {', '.join(waiting)} had a turn; a longer --budget tries them"]
+    return [f"the budget ended before {', '.join(waiting)} had a turn; a longer --budget tries {'it' if len(waiting) == 1 else 'them'}"]
 
 
 def _verified(study: Study) -> tuple[bool | None, str]:
