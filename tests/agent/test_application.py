@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from saturate.agent import application  # noqa: E402 - after the import that decides whether to run at all
-from saturate.agent.context import Context, is_ours  # noqa: E402
+from saturate.agent.context import Context  # noqa: E402
+from saturate.agent.forwards import is_ours  # noqa: E402
 from saturate.techniques import _registry  # noqa: E402
 from saturate.techniques._api import NotApplied  # noqa: E402
 

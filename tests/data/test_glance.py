@@ -23,13 +23,8 @@ torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
 from saturate.data import glance as glances  # noqa: E402
-from saturate.data.glance import (  # noqa: E402
-    glance,
-    open_connection,
-    open_file,
-    own_generator,
-    unseeded_source,
-)
+from saturate.data.contents import open_connection, open_file, own_generator, unseeded_source  # noqa: E402
+from saturate.data.glance import glance  # noqa: E402
 
 next(tempfile._get_candidate_names())       # the standard library's own generator is there from now on
 LEVEL = types.SimpleNamespace(noise=0.1)

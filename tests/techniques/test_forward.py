@@ -21,7 +21,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from saturate.agent import observe, seams  # noqa: E402 - after the import that decides whether to run at all
-from saturate.agent.context import Context, forward_overridden, is_ours  # noqa: E402
+from saturate.agent.context import Context  # noqa: E402
+from saturate.agent.forwards import forward_overridden, is_ours  # noqa: E402
 from saturate.records.facts import Evidence, Facts, MachineFacts, ModuleFacts  # noqa: E402
 from saturate.techniques import (  # noqa: E402
     _autocast,

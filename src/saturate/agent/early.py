@@ -15,7 +15,7 @@ import types
 from typing import Any
 
 from saturate.agent import memory, observe, usercompiled
-from saturate.agent.context import own_forward
+from saturate.agent.forwards import own_forward
 
 #: Calls of modules without trained parameters, after an optimizer was built, before we stop looking.
 MOST_CALLS = 2000

@@ -13,7 +13,8 @@ from typing import Any
 
 from saturate.agent import flopcount, motif, threadbound, usercompiled
 from saturate.agent.attributes import replace
-from saturate.agent.context import living, own_forward
+from saturate.agent.context import living
+from saturate.agent.forwards import own_forward
 from saturate.agent.observe import all_modules, device_kind, devices, trained_parameters
 from saturate.records.facts import BY_HAND
 from saturate.techniques import _closures

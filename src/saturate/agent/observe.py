@@ -13,7 +13,8 @@ from typing import Any
 
 from saturate import ranks
 from saturate.agent import formats
-from saturate.agent.context import forward_overridden, is_ours, living
+from saturate.agent.context import living
+from saturate.agent.forwards import forward_overridden, is_ours
 from saturate.data import batches
 from saturate.records.facts import Evidence, Facts, LoaderFacts, MachineFacts, ModuleFacts, OptimizerFacts
 from saturate.techniques import _common, _hf_trainer

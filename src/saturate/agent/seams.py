@@ -20,7 +20,7 @@ import weakref
 from typing import Any
 
 from saturate.agent import observe
-from saturate.agent.context import exporting
+from saturate.agent.forwards import exporting
 
 
 def install(session: Any) -> None:

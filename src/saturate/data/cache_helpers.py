@@ -22,7 +22,7 @@ from typing import Any
 
 from saturate import ranks
 from saturate.data import cache_fork
-from saturate.data.glance import open_connection
+from saturate.data.contents import open_connection
 from saturate.machine.facts import cpu_count
 
 #: Items that a helper makes before it stores them: it looks at the generators of random numbers once for all of them.

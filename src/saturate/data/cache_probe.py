@@ -21,7 +21,7 @@ from typing import Any
 
 from saturate.data import cache_codec, random_states, transforms
 from saturate.data.cache_fork import fork, wait
-from saturate.data.glance import open_connection, own_generator, unseeded_source
+from saturate.data.contents import open_connection, own_generator, unseeded_source
 
 #: Items that are looked at, spread over the dataset, and how long that may take.
 ITEMS = 6

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from saturate.data.glance import is_generator
+from saturate.data.contents import is_generator
 from saturate.techniques import _loaders
 
 

@@ -14,7 +14,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from saturate.data import glance
+from saturate.data import contents
 
 #: Functions of python's `random`, numpy and torch that draw from the generators that everything draws from.
 _DRAWS = frozenset({"random", "randint", "randrange", "choice", "choices", "sample", "shuffle", "uniform", "normal", "gauss", "rand", "randn",
@@ -146,7 +146,7 @@ def _trains_when_imported() -> bool:
 def shared_file(dataset: Any, collate_fn: Any) -> str:
     """What forked workers would share of a dataset and its collate function: the class of an open file, or ""."""
     try:
-        return glance.open_file(dataset, collate_fn)
+        return contents.open_file(dataset, collate_fn)
     except Exception as error:  # noqa: BLE001 - an object that raises when it is looked at had better be left alone
         return type(error).__name__
 
@@ -155,7 +155,7 @@ def own_generator(dataset: Any, collate_fn: Any) -> str:
     """What each worker would draw the same numbers from: the class of a random generator of the dataset's or its collate function's
     own, or ""."""
     try:
-        return glance.own_generator(dataset, collate_fn)
+        return contents.own_generator(dataset, collate_fn)
     except Exception as error:  # noqa: BLE001 - an object that raises when it is looked at had better be left alone
         return type(error).__name__
 

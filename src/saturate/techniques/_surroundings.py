@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from saturate.data.glance import is_generator, reached
+from saturate.data.contents import is_generator, reached
 from saturate.techniques import _trees
 
 #: Things that are looked at, at most, and of one container.
