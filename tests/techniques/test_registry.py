@@ -74,6 +74,8 @@ BROKEN = {
     "none_default": ("amount: int = 1", "amount: int = None", "TOML needs"),
     "arity": ("def apply(context, options)", "def apply(context)", "apply must take 2"),
     "optional_arity": ("def bound(facts)", "def bound()", "bound must take 1"),
+    "misspelt": ("def variants(facts)", "def variant(facts)", "the function variant is not part of the contract: is variants meant?"),
+    "misspelt_bound": ("def bound(facts)", "def bounds(facts)", "is bound meant?"),
     "missing": ('def as_code(options): return "pass"\n', "", "the function as_code is missing"),
     "environment": ('stage="model"', 'stage="environment"', "the function environment is missing"),
     "metadata": ("TECHNIQUE = Technique(", "SOMETHING = Technique(", "TECHNIQUE is missing"),

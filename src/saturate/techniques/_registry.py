@@ -10,6 +10,7 @@ Each entry point names a module. A module that does not load or does not keep th
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -152,7 +153,7 @@ def merging_problems(module: ModuleType) -> list[str]:
 
 
 def function_problems(module: ModuleType, parameters: Mapping[str, int]) -> list[str]:
-    """`parameters`: how many positional arguments each required function takes."""
+    """`parameters`: how many positional arguments each function takes. An optional one whose name is misspelt is a problem."""
     problems = []
     for name, count in parameters.items():
         function = getattr(module, name, None)
@@ -163,7 +164,16 @@ def function_problems(module: ModuleType, parameters: Mapping[str, int]) -> list
             inspect.signature(function).bind(*range(count))
         except TypeError:
             problems.append(f"{name} must take {count} positional argument(s)")
+    for name in OPTIONAL:       # without it the default would act, and nobody would know
+        if not hasattr(module, name):
+            problems += [f"the function {like} is not part of the contract: is {name} meant?"
+                         for like in difflib.get_close_matches(name, _functions_of(module), cutoff=0.8)]
     return problems
+
+
+def _functions_of(module: ModuleType) -> list[str]:
+    """The names of those that the module itself defines."""
+    return [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
 
 
 def documentation(module: ModuleType) -> dict[str, str]:

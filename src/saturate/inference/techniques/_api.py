@@ -45,10 +45,10 @@ LOSSLESS = ("exact", "reordering")
 #: The key of `Context.notes` under which a technique that is for size says what the weights take compressed, in bytes.
 COMPRESSED_BYTES = "compressed_bytes"
 
-#: Resources with a meaning that several techniques share. A Touch without order claims one alone.
-#: "number-format" (of weights and products), "runtime" (who executes), "module-classes" (runtimes that trace or export a
-#: module need plain torch layers; quantizers that replace layers by tensor subclasses claim it too), "network" (which
-#: layers there are), "weights-trained", "memory-format", "threads", "sdpa-backend".
+# Resources with a meaning that several techniques share. A Touch without order claims one alone.
+# "number-format" (of weights and products), "runtime" (who executes), "module-classes" (runtimes that trace or export a
+# module need plain torch layers; quantizers that replace layers by tensor subclasses claim it too), "network" (which
+# layers there are), "weights-trained", "memory-format", "threads", "sdpa-backend".
 
 
 def unrepeatable(facts: ModelFacts) -> str | None:
