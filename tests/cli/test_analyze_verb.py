@@ -18,7 +18,7 @@ pytest.importorskip("numpy")
 
 from saturate.cli import _analysis, analyze, main
 from saturate.errors import EnvironmentProblem, TraceError
-from saturate.records.analysis import Analysis, Device, Evidence, Finding, Straggler
+from saturate.records.analysis import Analysis, Device, Evidence, Finding, Straggler, overall
 from saturate.records.comparison import Comparison
 from saturate.records.observations import Observations
 from saturate.report.page import MAX_BYTES
@@ -620,9 +620,9 @@ def test_the_verdict_is_that_of_most_time():
         return Device(id=0, name="", step_ns=step_ns, verdict=verdict)
 
     several = [device("host-bound", 5), device("input-bound", 3), device("input-bound", 4)]
-    assert _analysis.overall(several) == "input-bound"
-    assert _analysis.overall(several[:2]) == "host-bound"
-    assert _analysis.overall([]) == "unknown"
+    assert overall(several) == "input-bound"
+    assert overall(several[:2]) == "host-bound"
+    assert overall([]) == "unknown"
 
 
 def test_a_device_that_hardly_worked_beside_another_says_nothing_of_the_program(capsys, tmp_path):

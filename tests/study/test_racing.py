@@ -514,15 +514,7 @@ def test_a_queue_that_runs_empty_is_no_training_that_becomes_slower():
             found.timed_ns[:] = [round(t * (2.0 if steps > 3 else 1 + 0.01 * self.steps)) for t in found.timed_ns]
             return found
 
-    bench = with_workers(Bench(scatter=0.001, process=Emptying), [])
-    started = bench.live
-
-    def warm(purpose, techniques):
-        found = started(purpose, techniques)
-        found.trial.steps, found.trial.unmade_batches = 10, 0
-        return found
-
-    bench.live = warm
+    bench = with_batches_in_store(with_workers(Bench(scatter=0.001, process=Emptying), []))
     racer = in_whole_blocks(bench)
     for question in ("A/A", "again"):
         racer.run(question, (), (), Limits(max_pairs=1, min_rounds=12, max_rounds=12), time.monotonic() + 60.0, share_base=True)
@@ -684,6 +676,19 @@ def with_workers(bench, trials):
     return bench
 
 
+def with_batches_in_store(bench):
+    """Its processes have made ten steps, and their workers all batches that were taken."""
+    started = bench.live
+
+    def warm(purpose, techniques):
+        found = started(purpose, techniques)
+        found.trial.steps, found.trial.unmade_batches = 10, 0
+        return found
+
+    bench.live = warm
+    return bench
+
+
 @pytest.mark.parametrize("mode", ["concurrent", "alternate"])
 @pytest.mark.parametrize(("drains", "blocks"), [(0.0, (1, 3)), (0.01, (1, 3)), (0.3, (8, 16))])
 def test_blocks_are_short_while_the_loader_makes_what_is_taken_from_it(drains, blocks, mode):
@@ -696,15 +701,7 @@ def test_blocks_are_short_while_the_loader_makes_what_is_taken_from_it(drains, b
             return found
 
     trials = []
-    bench = with_workers(Bench(scatter=0.001, process=Drained), trials)
-    started = bench.live
-
-    def warm(purpose, techniques):
-        found = started(purpose, techniques)
-        found.trial.steps, found.trial.unmade_batches = 10, 0
-        return found
-
-    bench.live = warm
+    bench = with_batches_in_store(with_workers(Bench(scatter=0.001, process=Drained), trials))
     racer = in_whole_blocks(bench, mode)
     result = racer.run("x", (), CANDIDATE, ONE_PAIR, time.monotonic() + 60.0)
     assert [trial.least for trial in trials] == [blocks] * 2

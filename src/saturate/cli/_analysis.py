@@ -6,7 +6,6 @@ Files are read one after the other, and only what is printed is kept of each, so
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,17 @@ from saturate.cli._output import with_program
 from saturate.errors import TraceError
 from saturate.findings import _registry as rules
 from saturate.machine import ceilings
-from saturate.records.analysis import Analysis, Device, Finding, Integrity, Limit, Problem, Straggler, at_work
+from saturate.records.analysis import (
+    Analysis,
+    Device,
+    Finding,
+    Integrity,
+    Limit,
+    Problem,
+    Straggler,
+    at_work,
+    overall,
+)
 from saturate.records.ceilings import Ceilings
 from saturate.records.observations import CommunicationSeen, Observations
 from saturate.report import analysis as terminal
@@ -220,14 +229,6 @@ def problems_of(parts: Sequence[Reduced]) -> list[Problem]:
 
 def _more(files: int) -> str:
     return f" and {words.count(files, 'other')}" if files else ""
-
-
-def overall(devices: Sequence[Device]) -> Limit:
-    """The verdict that bears most of the devices' time."""
-    time_ns: Counter[Limit] = Counter()
-    for device in at_work(list(devices)):
-        time_ns[device.verdict] += 1 + (device.step_ns or device.span_ns or 0)
-    return max(time_ns, key=lambda limit: time_ns[limit], default="unknown")
 
 
 def with_peers(

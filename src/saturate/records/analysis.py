@@ -6,6 +6,7 @@ is None, and `unknown` (field -> reason) beside it says why. Definitions: docs/a
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal
 
 import msgspec
@@ -154,6 +155,14 @@ def at_work(devices: list[Device]) -> list[Device]:
     for device, ns in zip(devices, busy):
         most[device.source] = max(most.get(device.source, 0), ns or 0)
     return [device for device, ns in zip(devices, busy) if ns is None or ns >= TOOK_PART * most[device.source]]
+
+
+def overall(devices: list[Device]) -> Limit:
+    """The verdict that bears most of the devices' time."""
+    time_ns: Counter[Limit] = Counter()
+    for device in at_work(devices):
+        time_ns[device.verdict] += 1 + (device.step_ns or device.span_ns or 0)
+    return max(time_ns, key=lambda limit: time_ns[limit], default="unknown")
 
 
 def _busy_ns(device: Device) -> int | None:

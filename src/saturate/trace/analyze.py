@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from saturate.records.analysis import Analysis, DataWait, Device, Gaps, Limit, Occupancy, Problem, Roofline, at_work
+from saturate.records.analysis import Analysis, DataWait, Device, Gaps, Limit, Occupancy, Problem, Roofline, overall
 from saturate.records.ceilings import Ceilings
 from saturate.trace import breakdown, gaps, integrity, one_run, ranks
 from saturate.trace.columns import Column, Trace
@@ -94,7 +93,7 @@ def analyze_one(trace: Trace, ceilings: Ceilings | Iterable[Ceilings] | None = N
     if any(row["device_ns"] is None for row in table):
         unknown["annotations.device_ns"] = "no launch was recorded, so what a device did for a label is not known"
     return Analysis(sources=[trace.source], devices=records, integrity=integrity.verdict(_distinct(found)),
-                    verdict=_overall(records), findings=[], annotations=table, unknown=unknown)
+                    verdict=overall(records), findings=[], annotations=table, unknown=unknown)
 
 
 def combine(parts: Sequence[Analysis], **fields: Any) -> Analysis:
@@ -111,7 +110,7 @@ def combine(parts: Sequence[Analysis], **fields: Any) -> Analysis:
             total[field] = None if row[field] is None or total[field] is None else total[field] + row[field]
     unknown = {field: f"{part.sources[0]}: {reason}" for part in parts for field, reason in part.unknown.items()}
     return Analysis(sources=[source for part in parts for source in part.sources], devices=records,
-                    integrity=integrity.verdict(problems), verdict=_overall(records), findings=[],
+                    integrity=integrity.verdict(problems), verdict=overall(records), findings=[],
                     annotations=sorted(totals.values(), key=lambda row: -row["total_ns"]),
                     unknown=unknown, **fields)
 
@@ -122,14 +121,6 @@ def _distinct(found: list[list[Problem]]) -> list[Problem]:
     for problem in (problem for problems in found for problem in problems):
         distinct.setdefault((problem.id, problem.message), problem)
     return list(distinct.values())
-
-
-def _overall(records: list[Device]) -> Limit:
-    """The verdict that most of the devices' time bears."""
-    time: Counter[Limit] = Counter()
-    for device in at_work(records):
-        time[device.verdict] += (device.step_ns or device.span_ns or 0) + 1
-    return time.most_common(1)[0][0] if time else "unknown"
 
 
 def _device(seen: View, ceilings: Ceilings | Iterable[Ceilings] | None) -> Device:
