@@ -17,6 +17,14 @@ from saturate.records.facts import Evidence, LoaderFacts  # noqa: E402
 from saturate.techniques import _tensor_moves, device_prefetch, pin_memory  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Where anything was compiled, in another test of this process too, no hook may be set."""
+    import torch._dynamo as dynamo
+
+    dynamo.utils.counters.clear()
+
+
 class Base:
     def name(self):
         return "base"
