@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saturate.trace import _matrix_costs, _memory_costs, flops
+from saturate.trace._arguments import SPARSE
 from saturate.trace.columns import Signature
 
 torch = pytest.importorskip("torch")
@@ -81,6 +82,15 @@ def test_matmul_broadcasts_as_torch_does(a, b, macs):
     left, right = torch.empty(a), torch.empty(b)
     elements = left.numel() + right.numel() + torch.matmul(left, right).numel()
     assert cost("aten::matmul", self=a, other=b) == (2 * macs, 4 * elements)
+
+
+def test_a_product_with_a_sparse_matrix_has_no_cost():
+    """The profiler records its sizes, as of any other, but no strides. Where it recorded none of any tensor, that says nothing."""
+    sparse, dense = ((64, 128), F32, ()), ((128, 16), F32, (16, 1))
+    for one in (recorded("aten::mm", self=sparse, mat2=dense),
+                recorded("aten::addmm", self=((64, 16), F32, (16, 1)), mat1=sparse, mat2=dense)):
+        assert flops.explained("aten::addmm" if len(one.dims) > 2 else "aten::mm", one) == (None, SPARSE)
+    assert cost("aten::mm", self=sparse, mat2=((128, 16), F32, ()))[0] == 2 * 64 * 128 * 16
 
 
 def convolution(shape, channels, kernel, stride, padding, dilation, groups, transposed):

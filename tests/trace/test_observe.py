@@ -12,6 +12,7 @@ from traces import V100, Recording, training
 from saturate.records.analysis import Operator
 from saturate.records.observations import CompilerSeen, CopySeen, KernelsSeen, MemorySeen, Observations
 from saturate.trace import _matrix_costs, patterns
+from saturate.trace._arguments import SPARSE
 from saturate.trace.analyze import analyze_one
 from saturate.trace.columns import Trace
 from saturate.trace.observe import observations
@@ -262,6 +263,7 @@ def test_a_classifiers_softmax_is_no_attention() -> None:
     ({"dtypes": "", "kernels": ["a_kernel_of_unknown_kind"]}, None),
     ({"name": "aten::add"}, 0),
     ({"dtypes": "float32", "limit": "latency"}, 0),
+    ({"dtypes": "float32", "unknown": {"flops": SPARSE}}, 0),
     ({"dtypes": "float32", "kernels": ["nchwToNhwcKernel", "sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nchw"]}, 0),
     ({"dtypes": "bfloat16", "kernels": ["void implicit_convolve_sgemm<__nv_bfloat16, __nv_bfloat16, 1024>"]}, 0),
 ])

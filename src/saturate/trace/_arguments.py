@@ -31,6 +31,9 @@ ITEM_BYTES = dict(DTYPES.values()) | {"bits8": 1, "bits16": 2, "bits32": 4, "bit
 SCALAR_TYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
                 11: "bool", 15: "bfloat16", 23: "float8_e5m2", 24: "float8_e4m3fn"}
 
+#: Why a product has no cost: with a sparse tensor it does as much as that has elements, and those were not counted.
+SPARSE = "the sizes of a sparse tensor do not tell its work"
+
 _LISTS = {"TensorList", "GenericList"}
 _LONGEST_VALUE = 10_000
 _MOST_DIMS, _MOST_ELEMENTS = 64, 1 << 48
@@ -61,11 +64,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tensor:
-    """As a profiler records one: sizes, the name of its dtype, and strides in elements (None: not recorded)."""
+    """As a profiler records one: sizes, the name of its dtype, and strides in elements (None: not recorded). `strided`: False where
+    it has none although others of the call do, as a sparse one."""
 
     dims: tuple[int, ...]
     dtype: str
     strides: tuple[int, ...] | None = None
+    strided: bool = True
 
     @property
     def numel(self) -> int:
@@ -108,7 +113,7 @@ class Arguments:
         strides = _at(self._signature.strides, position)
         usable = (isinstance(strides, (tuple, list)) and len(strides) == len(dims)
                   and all(type(stride) is int and stride >= 0 for stride in strides))
-        return Tensor(dims, known[0], tuple(strides) if usable else None)
+        return Tensor(dims, known[0], tuple(strides) if usable else None, not dims or bool(strides) or not any(self._signature.strides))
 
     def tensors(self, count: int) -> list[Tensor]:
         """Those of the first `count` arguments that are tensors."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from saturate.trace._arguments import Arguments, Cost, Kind, Tensor, Unknown, broadcast
+from saturate.trace._arguments import SPARSE, Arguments, Cost, Kind, Tensor, Unknown, broadcast
 
 Formula = Callable[[Arguments], Cost]
 
@@ -36,6 +36,8 @@ def _check(fits: bool) -> None:
 
 def _product(a: Tensor, b: Tensor, added: Tensor | None = None, dtype: str = "") -> Cost:
     """[M, K] x [K, N], or a batch of them. `added`: bias."""
+    if not (a.strided and b.strided):
+        raise Unknown(SPARSE)
     if len(a.dims) == 3:
         batch, m, k = a.dims
         other, inner, n = _rank(b, 3)

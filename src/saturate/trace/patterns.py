@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from saturate.records.analysis import Operator
+from saturate.trace._arguments import SPARSE
 
 Dims = tuple[tuple[int, ...], ...]
 
@@ -36,11 +37,11 @@ def dims(operator: Operator) -> Dims:
 
 
 def fp32_matmuls(operators: Iterable[Operator]) -> list[Operator] | None:
-    """Matrix products, convolutions and what consists of them in fp32 without TF32; None where the formats of most are not known. Without those
-    that are so small that calling or launching them takes their time: no format makes that shorter."""
+    """Matrix products, and what consists of them, in fp32 without TF32; None where the formats of most are not known. Without those
+    that are so small that calling or launching them takes their time, and those with sparse matrices: no format makes these shorter."""
     fp32, known, total = [], 0, 0
     for operator in operators:
-        if not _PRODUCT.match(operator.name) or operator.limit == "latency":
+        if not _PRODUCT.match(operator.name) or operator.limit == "latency" or operator.unknown.get("flops") == SPARSE:
             continue
         total += operator.time_ns
         answer = _is_fp32(operator)
