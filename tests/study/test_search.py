@@ -457,6 +457,16 @@ def test_what_is_certain_joins_before_what_changes_where_it_runs_is_screened() -
     assert world.asked.index("screen other") < world.asked.index("add slow to fast"), "all that changes the work has its turn first"
 
 
+@pytest.mark.parametrize("slow_start", [True, False])
+def test_what_is_certain_joins_before_a_slow_start_that_nothing_names(slow_start: bool) -> None:
+    """Seen: with 133 s, a compilation that gave nothing had its turn first, and the second of two certain gains was never added."""
+    world = Noisy({"fast": (0.94, 0.0), "slow": (0.96, 0.0), "compiled": (0.99, 0.0)}, None)
+    compiled = technique("compiled")
+    compiled.TECHNIQUE = replace(compiled.TECHNIQUE, slow_start=slow_start)
+    search(world, SLOW, FAST, compiled).run()
+    assert ("screen compiled with fast + slow" in world.asked) == slow_start, world.asked
+
+
 def test_a_promised_technique_with_a_small_gain_waits_for_its_pair() -> None:
     world = Together({"small": (0.95, 0.0), "warm": (0.99, 0.0), "other": (0.995, 0.0)}, None, factor=0.75)
     walk = search(world, SMALL, WARM, OTHER)

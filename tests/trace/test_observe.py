@@ -11,7 +11,7 @@ from traces import V100, Recording, training
 
 from saturate.records.analysis import Operator
 from saturate.records.observations import CompilerSeen, CopySeen, KernelsSeen, MemorySeen, Observations
-from saturate.trace import patterns
+from saturate.trace import _matrix_costs, patterns
 from saturate.trace.analyze import analyze_one
 from saturate.trace.columns import Trace
 from saturate.trace.observe import observations
@@ -267,6 +267,23 @@ def test_a_classifiers_softmax_is_no_attention() -> None:
 ])
 def test_products_in_fp32(columns: dict[str, Any], expected: int | None) -> None:
     assert ns(patterns.fp32_matmuls([operator(**{"name": "aten::mm", **columns})])) == expected
+
+
+#: A matrix by a vector, or less, moves as many numbers as it multiplies; of 8 bits; and what calls others.
+NO_PRODUCTS = {"aten::mv", "aten::addmv", "aten::addmv_", "aten::addr", "aten::addr_", "aten::dot", "aten::vdot", "aten::_int_mm",
+               "aten::_scaled_mm", "aten::_euclidean_dist"}
+
+
+@pytest.mark.parametrize("name", sorted(_matrix_costs.FORMULAS))
+def test_what_multiplies_matrices_is_a_product(name: str) -> None:
+    """Recurrent layers and fused attention too: a smaller format makes them faster, and so belongs to what mending it gives at most."""
+    found = operator(name, dtypes="float32", limit="memory")
+    assert ns(patterns.fp32_matmuls([found])) == (0 if name in NO_PRODUCTS else 10)
+    assert name in NO_PRODUCTS or ns(patterns.elementwise([found])) == 0
+
+
+def test_a_conversion_is_no_convolution() -> None:
+    assert ns(patterns.fp32_matmuls([operator("aten::_convert_indices_from_coo_to_csr", dtypes="float32")])) == 0
 
 
 #: Of cuBLAS, CUTLASS and cuDNN on devices from Volta to Blackwell, as profilers recorded them.

@@ -7,8 +7,8 @@ does not use that.
 
 Evidence
 --------
-Time of matrix products and convolutions whose inputs are fp32 and whose kernels do not use TF32, as a share of the
-step; what the device can do.
+Time of matrix products, and of what consists of them (convolutions, fused attention, recurrent layers), whose inputs are
+fp32 and whose kernels do not use TF32, as a share of the step; what the device can do.
 
 Threshold
 ---------

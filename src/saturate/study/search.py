@@ -5,8 +5,8 @@ verified. In this order:
 
     screen   Race each technique against what is kept. A large gain beyond doubt joins at once, and the others are screened on top of it:
              a faster optimizer is not seen behind a loader that starves it. Smaller gains beyond doubt join before the techniques that
-             change where the work runs are screened. Where only one more turn begins in time, what speaks for itself without a race
-             and what stayed undecided are raced together (`combining.race_rest`).
+             change where the work runs are screened, and before what nothing names takes minutes to find out. Where only one more turn
+             begins in time, what speaks for itself without a race and what stayed undecided are raced together (`combining.race_rest`).
     pair     What the diagnosis promised and screening did not show is tried beside what changes where it runs: numbers in fewer
              bits may pay only with an allocator that keeps them in cache.
     add      What is left, the largest gain first: all at once where the time does not do for one after the other.
@@ -105,7 +105,7 @@ class Search(Standing):
                     continue
             if first.id in self.racer.steadying and time.monotonic() <= self._last_turn() and self._steady(first):
                 continue
-            if first.module.TECHNIQUE.stage == "environment":
+            if first.module.TECHNIQUE.stage == "environment" or self.promise_of(first) == SLOW:
                 waiting = self._add_certain(waiting)
             with self._turn(alone=place + 1 == len(eligible)):
                 best = self._best_of([first], None)
@@ -132,7 +132,8 @@ class Search(Standing):
 
     def _add_certain(self, waiting: list[tuple[list[Candidate], Candidate | None]]) -> list[tuple[list[Candidate], Candidate | None]]:
         """Add what is faster beyond doubt, the largest gain first; what still waits. What changes where the work runs depends on the
-        work: screened before, it would be raced on top of the kept set once more, in time that a short budget has for one of the two."""
+        work: screened before, it would be raced on top of the kept set once more, in time that a short budget has for one of the two.
+        So would what compiles for long, and its turn may leave no time for any other."""
         expected = {candidate.id for candidate in combining.disappointing(self)}        # to be tried in pairs
         certain = sorted(((others, best) for others, best in waiting
                           if best is not None and best.id not in expected and self.screened[best.id].decision.verdict == "faster"),

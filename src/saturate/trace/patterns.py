@@ -11,8 +11,10 @@ from saturate.records.analysis import Operator
 
 Dims = tuple[tuple[int, ...], ...]
 
-_PRODUCT = re.compile(r"^aten::(mm|bmm|addmm|baddbmm|addbmm|matmul|linear|_addmm_activation|mkldnn_linear|"
-                      r"\w*convolution\w*|conv(_transpose)?[123]d|slow_conv\w*|thnn_conv\w*|_?mkldnn_conv\w*)$")
+#: A layer of a recurrent net, or attention, in one kernel multiplies matrices as well.
+_PRODUCT = re.compile(r"^aten::((mm|bmm|addmm|baddbmm|addbmm)_?|matmul|linear|_addmm_activation|mkldnn_linear|\w*conv(?!ert)\w*|"
+                      r"(mkldnn_rnn_layer|_cudnn_rnn|miopen_rnn)(_backward)?|_?scaled_dot_product_\w+|_(flash|efficient|cudnn)_attention_\w+)$|"
+                      r"^mkldnn::_(linear|convolution)_pointwise_?$|^mkl::_mkl_linear$|^flash_attn::")
 _BATCHED = re.compile(r"^aten::(bmm|baddbmm|matmul)$")
 _SOFTMAX = re.compile(r"^aten::(_?softmax|_safe_softmax|_softmax_backward_data)$")
 #: Memory-bound, but not because tensors are written out between one operation and the next.
@@ -34,7 +36,7 @@ def dims(operator: Operator) -> Dims:
 
 
 def fp32_matmuls(operators: Iterable[Operator]) -> list[Operator] | None:
-    """Matrix products and convolutions in fp32 without TF32; None where the formats of most are not known. Without those
+    """Matrix products, convolutions and what consists of them in fp32 without TF32; None where the formats of most are not known. Without those
     that are so small that calling or launching them takes their time: no format makes that shorter."""
     fp32, known, total = [], 0, 0
     for operator in operators:
