@@ -84,7 +84,7 @@ def test_argument_values_are_left_out_of_the_whole_page():
 
 def test_what_comes_before_the_steady_state_stands_beside_it():
     text = Page(render(studies.big_win())).text
-    said = text.partition("Before its steady state, the baseline")[2]
+    said = text.partition("Start of the baseline")[2]
     assert said.strip().startswith("start-up 3.1 s, warm-up 2.0 s")
     assert "start-up 3.4 s, warm-up 14 s, compiling (in these, with cold caches) 11 s, 2 recompilations" in said.partition("the tuned script")[2]
     assert "stands on that one" in text, "no bar between the first and the last is called measured against the baseline"

@@ -116,6 +116,16 @@ def test_every_outcome_has_its_own_first_and_last_line(name, first, last):
     assert last in lines[-1]
 
 
+def test_a_budget_that_ended_before_anything_was_tried_says_nothing_of_verification():
+    record = studies.failed_baseline()
+    reason = f"{words.OUT_OF_BUDGET}75 s ended before anything could be timed: starting took 97 s; give it --budget 7m"
+    late = msgspec.structs.replace(record, result=msgspec.structs.replace(record.result, verified_reason=reason))
+    lines = plain(late).split("\n")
+    assert lines[0].startswith("Undecided within the budget") and "--budget 7m" in " ".join(lines) and "tune" in lines[-1]
+    page = html.render(late)
+    assert "give it --budget 7m. </p>" in page and "Cannot verify" not in page
+
+
 def test_the_next_command_keeps_what_its_quotes_hold():
     record = studies.too_noisy()
     command = ["bash", "-c", "cd src\npython train.py --prompt 'a  b'"]

@@ -13,7 +13,7 @@ from saturate.cli import drill as drill_verb
 from saturate.cli import fit as fit_verb
 from saturate.cli import main
 from saturate.errors import StudyLocked
-from saturate.study import drill, fit
+from saturate.study import drill, fit, once
 from saturate.study.fit import Asked
 from saturate.study.state import Request
 
@@ -89,7 +89,7 @@ def test_a_limit_that_must_be_said_is_asked_for_before_anything_runs(accelerated
     def begin(directory):
         raise StudyLocked("it begins")
 
-    monkeypatch.setattr(fit, "StudyLock", begin)
+    monkeypatch.setattr(once, "StudyLock", begin)
     assert main.main(["fit", "--", "true"]) == (3 if accelerated else 2)
     assert ("it begins" if accelerated else "say how much memory") in capsys.readouterr().err
 

@@ -22,8 +22,8 @@ DESCRIPTION = """\
 The interval between saves that loses the least time (Young 1974, Daly 2006), from what a save costs and how often the
 job fails; and what incremental saving would write, forecast from two successive checkpoints.
 
-With a command, it is run in a cage, as in `saturate tune`: what a checkpoint costs it in training time, as it saves now
-and with async-checkpoint, how many bytes it writes, and how soon it trains again after a kill."""
+With a command, that is run isolated, as in `saturate tune`, to measure how much training time a checkpoint costs, as it
+saves now and with async-checkpoint, how many bytes it writes, and how soon it trains again after a kill."""
 
 _UNITS_S = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="what to add to the command when it is started again (default: what its source suggests)")
     parser.add_argument("--budget", type=duration, default=300.0, metavar="TIME", help="how long the command may be watched (default: 5m)")
     parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="how long the command may be silent before it counts as hung (default: 5m)")
-    parser.add_argument("--step", type=step, metavar="WHAT", help="what ends a step, where saturate finds the wrong one: backward:4, optimizer:1")
+    parser.add_argument("--step", type=step, metavar="WHAT", help="what ends a step, if saturate finds the wrong one: backward:4, optimizer:1")
     parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
 
 

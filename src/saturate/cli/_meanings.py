@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 FIT_VERDICTS = {
-    "fits": "A batch was proved: it trained below the limit by the margin, in a fresh process. Give the script that size.",
-    "nothing_fits": "No size that was tried stays below the limit, often not even a batch of 1, because what is held between steps is too "
-                    "much by itself. Give a larger --memory, or try saturate tune --fit LIMIT: some techniques need less.",
-    "refused": "There is nothing to search, and the reason says why: the size of the batch could not be set from outside. Where the "
-               "script has an argument for it, name that: --knob=--batch-size.",
-    "inconclusive": "No size was proved, because the budget ended, the workload did, or every size that was to be proved failed. A size "
-                    "that was only measured is no answer. A longer --budget, or a longer run of the script, would decide it.",
+    "fits": "A batch was proved: in a fresh process it trained within the limit, with some room to spare. Give the script that size.",
+    "nothing_fits": "No size that was tried stays below the limit, often not even a batch of 1, because the memory held between steps alone is "
+                    "too much. Give a larger --memory, or try saturate tune --fit LIMIT: some techniques need less.",
+    "refused": "There is nothing to search; the reason says why the size of the batch could not be set from outside. If the script has "
+               "an argument for it, name that: --knob=--batch-size.",
+    "inconclusive": "No size was proved: the budget ended, the script ended, or every size failed its proof. Do not rely on a size that was only "
+                    "measured. A longer --budget, or a longer run of the script, would decide.",
 }
 
 FIT_SIZES = {
-    "fits": "It ran below the limit by the margin.",
-    "too_close": "It ran, but not below the limit by the margin: another step may need more. A smaller size is tried.",
+    "fits": "It ran within the limit, with some room to spare.",
+    "too_close": "It ran within the limit, but with too little room to spare: another step may need more. A smaller size is tried.",
     "out_of_memory": "It needed more memory than the limit. A smaller size is tried.",
     "allocator_retries": "It ran, but the device's allocator had to free its cache to go on, which costs time in each step. A smaller "
                          "size is tried.",
@@ -23,12 +23,12 @@ FIT_SIZES = {
 }
 
 DRILL_OUTCOMES = {
-    "resumes_exactly": "After the kill it trained on the same batches, with the same losses, as without it. Nothing is to be done.",
+    "resumes_exactly": "After the kill it trained on the same batches, with the same losses, as without it. There is nothing to do.",
     "resumes_reordered": "Every sample of the epoch came once, but in another order than without the kill. Save and restore the random "
                          "states, or seed the sampler by epoch.",
     "inconclusive": "Whether it resumes could not be told, and the reason says why. A longer drill may tell: --steps N, --budget TIME.",
     "no_checkpoint": "Nothing had been saved when it was killed. Save earlier or more often, or drill longer: --steps N, --budget TIME.",
-    "ends_early": "Started again, it ended before the uninterrupted run would have. Count what is left to do from the checkpoint's own "
+    "ends_early": "Restarted, it ended before the uninterrupted run would have. Count what is left to do from the checkpoint's own "
                   "step, not from that of the process.",
     "state_not_restored": "It resumed at the right place, but with other parameters, or another state of the optimizer, the scheduler or the "
                           "random generators. Save and load all of them.",
@@ -38,44 +38,44 @@ DRILL_OUTCOMES = {
                     "was used.",
     "starts_over": "It began at the first update again: nothing was resumed. Make the script load its newest checkpoint, or name the "
                    "argument that makes it do so: --resume-args.",
-    "cannot_load": "Started again, it failed. The end of its traceback is in the record; often a checkpoint was only half written when it "
+    "cannot_load": "It failed when it was restarted. The end of its traceback is in the record; often a checkpoint was only half written when it "
                    "was killed: write to a temporary file and rename it.",
 }
 
 TRIAL_OUTCOMES = {
-    "ok": "The trial saw enough, and saturate stopped it. Nothing is to be done.",
+    "ok": "The trial saw enough, and saturate stopped it. There is nothing to do.",
     "too_short": "The command ended normally before enough steps were seen. Give it more steps or epochs for the study.",
     "never_trained": "The command ended normally without one training step. Check that its arguments make it train.",
     "no_step": "It trains, but what repeats could not be recognised as a step. Say what ends one: --step backward:N or --step optimizer:N. A "
                "script that replays a CUDA graph of whole steps must be run without.",
-    "not_in_time": "It had not come to its first step, or with a technique not to where it is measured, when the budget was over. A longer "
+    "not_in_time": "When the budget ended, it had not reached its first step, or with a technique not the point where it is measured. A longer "
                    "--budget waits for it.",
     "several_trainings": "Several of its processes train independently of each other. Give saturate the command of one of them.",
     "ranks_apart": "Some of its ranks came to the end of a step, and others did not: they run on another node, do not train, have no batch left "
                    "(torch's Join), or wait for something. The reason names them. Several nodes and Join are not supported.",
-    "no_agent": "The code that watches never woke up inside the command: another interpreter, or one that was started so that it cannot "
-                "be entered (python -S or -I). Start the training with plain python.",
+    "no_agent": "saturate's code was never loaded inside the command: that starts another interpreter, or one that keeps it out (python -S or "
+                "-I). Start the training with plain python.",
     "crashed": "A Python exception ended it. The reason quotes it, and the log has the whole traceback.",
     "command_not_found": "The command does not exist or cannot be executed. Check its name and path.",
-    "out_of_memory_device": "The accelerator's memory did not suffice. Lower the batch size or close other programs on this device.",
-    "out_of_memory_host": "The machine's memory did not suffice: an allocation failed, or the kernel killed the process. Lower the batch "
+    "out_of_memory_device": "The accelerator's memory was not enough. Lower the batch size or close other programs on this device.",
+    "out_of_memory_host": "The machine's memory was not enough: an allocation failed, or the kernel killed the process. Lower the batch "
                           "size or the number of loader workers, or free memory.",
-    "shared_memory_full": "/dev/shm did not suffice for the loader's workers. Enlarge it (docker run --shm-size=8g) or use fewer workers.",
+    "shared_memory_full": "/dev/shm was too small for the loader's workers. Enlarge it (docker run --shm-size=8g) or use fewer workers.",
     "disk_full": "There was no space left where the script writes. Free some, or point --dir at another disk.",
-    "hung": "It made no progress for too long, without ending. Look at what it waits for; where a step takes that long, a longer "
-            "--timeout waits.",
+    "hung": "It made no progress for too long, and did not end. Look at what it waits for; if a step really takes that long, give a longer "
+            "--timeout.",
     "killed_by_signal": "A signal ended it. One that a program brings upon itself (SIGSEGV, SIGABRT) points at native code; any other was "
                         "sent from outside.",
     "supervisor_died": "The process that watches the command was killed. A command must not kill its parent process; if it does not, memory "
                        "may have run out.",
     "exited": "It ended with an exit code of its own. The end of its log says why.",
     "cage_refused": "The isolation of trials could not be set up. saturate doctor says what this machine allows.",
-    "not_started": "Something that a trial needs before its command starts was missing: its folder, its standard input, leave to start one process "
-                   "more. The reason names it.",
-    "refused_by_isolation": "The isolation of trials refused what the command may do outside of it (writing somewhere, a socket). It is not "
-                            "the command's failure; the reason names what was refused and what helps.",
-    "agent_failed": "saturate's own code failed inside the command. That is a mistake of saturate: please report it with the log.",
-    "clock_disagrees": "The clock of the command and that of saturate disagree, as where it runs in another machine or changes its time. "
+    "not_started": "Something that a trial needs before its command starts was missing: its folder, its standard input, permission to start another "
+                   "process. The reason names it.",
+    "refused_by_isolation": "The isolation of trials refused something that the command may otherwise do (writing somewhere, a socket). It is not "
+                            "the command's fault; the reason names what was refused and what helps.",
+    "agent_failed": "saturate's own code failed inside the command. That is a bug of saturate: please report it with the log.",
+    "clock_disagrees": "The clocks of the command and of saturate disagree, because it runs on another machine or changes its time. "
                        "Run saturate where the training runs.",
     "not_applied": "A technique refused to be applied, and the reason says why. It is left out; the others are tried.",
     "failed_to_apply": "A technique raised an exception when it was applied. It is left out; the log has the traceback.",
@@ -85,7 +85,7 @@ TRIAL_OUTCOMES = {
     "trains_otherwise": "In a timed run it did not train as the baseline does. It is left out.",
     "diverged": "In a timed run its parameters became infinite or NaN, and those of the baseline did not. Each run of the script draws its own "
                 "seed, so that may be chance: give it a fixed one, or look whether it diverges by itself.",
-    "over_limit": "It needs more memory than was asked for with --fit. It is left out; a larger limit would admit it.",
+    "over_limit": "It needs more memory than the limit given with --fit. It is left out; a larger limit would allow it.",
 }
 
 TRACE_PROBLEMS = {
@@ -103,7 +103,7 @@ TRACE_PROBLEMS = {
                       "nanoseconds avoids it.",
     "negative-durations": "Events end before they start. They are left out, and above 1 % nothing is concluded. Record again.",
     "kernels-before-launch": "More than 1 % of kernels start before the calls that launch them. By a few microseconds, the clocks of device and host "
-                             "drift, and nothing is to be done. By more than 10 us they do not agree, so gaps, waits and the parts of a step are "
+                             "drift, and there is nothing to do. By more than 10 us they do not agree, so gaps, waits and the parts of a step are "
                              "not known: record again, or with a newer driver.",
     "graph-replay": "Kernels that are replayed from a graph belong to one launch and to no operator. Record without CUDA graphs to attribute "
                     "them.",

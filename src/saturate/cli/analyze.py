@@ -1,4 +1,4 @@
-"""Say where the time of recorded steps went, and what mending it would be worth at most.
+"""Say where the time of recorded steps went, and how much fixing it could gain at most.
 
 Reads what torch.profiler exports (Kineto JSON, also gzipped) and what `nsys export --type sqlite` writes. Several
 files are the ranks of one run.

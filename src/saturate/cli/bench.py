@@ -30,7 +30,7 @@ _PREPARE_S = 600.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("artifact", type=Path, help="the folder that saturate optimize wrote")
+    parser.add_argument("artifact", type=Path, metavar="ARTIFACT", help="the folder that saturate optimize wrote")
     parser.add_argument("--against", type=Path, metavar="DIR", help="another artifact to race it against")
     parser.add_argument("--batch", type=sizes, metavar="N,N,...", help="batch sizes: 1,8,32 (default: as stored)")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Kill a training at random moments, start it again, and compare it with one that was left alone.
 
-The command runs in a cage, as in `saturate tune`: what it writes is thrown away at the end, but a process that is
+The command runs isolated, as in `saturate tune`: what it writes is thrown away at the end, but a process that is
 started again finds what the killed one left. It ends with 0 whatever it found; see `verdict` and `drills`.
 """
 

@@ -13,24 +13,24 @@ from saturate.cli._output import paint, table
 
 VERDICTS = {
     "faster": "The whole confidence interval of the speed-up lies above the threshold (2 % unless you chose another).",
-    "no_difference": "The whole interval lies below the threshold, so there is no gain that counts. It may be slower: `slower` is said only "
-                     "where that is certain as well. More rounds would hardly change that.",
+    "no_difference": "The whole interval lies below the threshold, so there is no gain that counts. It may even be slower: the verdict is `slower` "
+                     "only if that is certain. More rounds would hardly change this.",
     "slower": "The whole confidence interval lies on the slow side of the threshold.",
-    "inconclusive": "The interval is too wide to tell, which a quieter machine, a larger --budget or a longer run would decide; or nothing could "
-                    "be timed, or verified, and then the reason in the summary says what would help.",
+    "inconclusive": "The interval is too wide to tell: a quieter machine, a larger --budget or a longer run would decide. Or nothing could "
+                    "be timed or verified; then the reason in the summary says what would help.",
 }
 
 FATES = {
-    "kept": "In the recipe. It was faster, or a memory limit is not kept without it, and the training with it verified. While the budget "
-            "lasted, the final set was then raced without it, and nothing showed that the set is as fast so; the reason beside it "
-            "holds that race, or says that it was not checked. The one added last needs none: its own race was that.",
+    "kept": "In the recipe. It was faster, or the memory limit needs it, and the training with it verified. As long as the budget lasted, the final "
+            "set was also raced without it, and was not shown to be as fast; the reason beside it holds that race, or says that it was "
+            "not checked. The technique that was added last needs no such race, because its own one was the same.",
     "no_difference": "Tried and measured: it gains less than the threshold, or loses. The interval beside it says how much.",
     "slower": "Tried and measured: the step takes longer with it.",
-    "inconclusive": "Tried, but the measurement could not decide within the budget, or what it says could not be verified. The reason beside it says which.",
+    "inconclusive": "Tried, but the measurement could not decide within the budget, or its result could not be verified. The reason beside it says which.",
     "rejected_numerics": "Tried, but the training is no longer the same within its numerics class. The report shows which metric "
                          "left its tolerance, and in which update.",
-    "not_applied": "Set, but it did not take effect: the proof of activation is missing. Its time says nothing.",
-    "not_applicable": "Not tried, because this workload or machine gives it nothing to do. The reason is beside it.",
+    "not_applied": "Switched on, but nothing shows that it took effect, so its time says nothing.",
+    "not_applicable": "Not tried, because it has nothing to do for this training or on this machine. The reason is beside it.",
     "failed": "The trial ended with an error. The reason names the class of failure, and the log is kept.",
     "not_tried": "The budget ended first, or you skipped it. A larger --budget or --only ID tries it.",
 }
@@ -42,8 +42,8 @@ NUMERICS = {
               "aligned, and again inside an envelope of several baseline seeds.",
     "precision": "Other number formats, so results differ by rounding. Verified against a twin of the baseline whose parameters "
                  "are disturbed by one such rounding.",
-    "convergence": "Changes the training itself (global batch, learning rate, algorithm). What tune can judge is tried with --allow convergence only; "
-                   "what it cannot, such as global-batch, is put into a recipe by hand.",
+    "convergence": "Changes the training itself (global batch, learning rate, algorithm). tune tries such techniques only with --allow convergence; those "
+                   "that it cannot judge, such as global-batch, are put into a recipe by hand.",
 }
 
 LIMITS = {
@@ -57,7 +57,7 @@ LIMITS = {
     "compute-bound": "The device works at least 85 % of the step, and most of that time is limited by arithmetic.",
     "device-wait-bound": "The largest loss is idle time although the next work was already launched: it waited for "
                          "another stream, an event or a peer.",
-    "unknown": "The evidence does not carry a verdict. The reason is beside it: no steps, lost records, or no roofline.",
+    "unknown": "There is not enough evidence for a verdict. The reason is beside it: no steps, lost records, or no roofline.",
 }
 
 _GROUPS = (
@@ -77,7 +77,7 @@ _PLURALS = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("id", nargs="?", help="for example: compile, input-bound, inconclusive, stream, E210")
+    parser.add_argument("id", nargs="?", metavar="ID", help="for example: compile, input-bound, inconclusive, stream, E210")
 
 
 def execute(arguments: argparse.Namespace) -> int:

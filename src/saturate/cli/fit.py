@@ -2,7 +2,7 @@
 
 A few sizes are measured, the largest that should fit is predicted, and exactly that one is proved in a fresh process: for
 50 steps, with the largest samples, an evaluation and a checkpoint. Without such a proof there is no answer (`inconclusive`).
-The answer is advice: nothing is changed. The command runs at most four times, in a cage, as in `saturate tune`; a process
+The answer is advice: nothing is changed. The command runs at most four times, isolated, as in `saturate tune`; a process
 that passes the limit is ended at once.
 """
 

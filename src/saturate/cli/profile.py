@@ -1,6 +1,6 @@
 """Run a training command once, look where its time goes, and say what limits it.
 
-Steps are timed without a profiler first; then a few are recorded with one. The command runs in a cage, as in `saturate
+Steps are timed without a profiler first; then a few are recorded with one. The command runs isolated, as in `saturate
 tune`: files that it writes are thrown away, trackers are offline. Trace, record and report stay in the study folder.
 """
 

@@ -1,7 +1,7 @@
 """Find what makes a training command faster, prove that it still trains the same, and write a recipe.
 
-The command runs many times, for a short while each, in a cage: files that it writes are thrown away, trackers are
-offline. Nothing outside the study folder changes.
+The command runs many times, for a short while each, and isolated: files that it writes are thrown away, experiment
+trackers are offline, and nothing outside the study folder changes.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _frame(analysis: Analysis) -> list[tuple[str, object]]:
     if best is not None:
         pairs.append(("Largest bound", words.bound(best, times="\u00d7")))
     blocking = sum(bool(problem.blocks) for problem in analysis.integrity.problems)
-    pairs.append(("Trace", words.count(blocking, "problem") if blocking else "carries every conclusion"))
+    pairs.append(("Trace", words.count(blocking, "problem") if blocking else "supports every conclusion"))
     return pairs
 
 
@@ -108,11 +108,11 @@ def _time(analysis: Analysis, device: Device | None) -> Markup:
     if each is not None:
         body += [
             tag("h3", "Step by step"),
-            tag("p", "One column per step, as high as it is long, in the shades of the table.", class_="soft small"),
+            tag("p", "One column per step: its height is the time of the step, its shades are those of the table.", class_="soft small"),
             each,
         ]
     edge = say.edges(device) if device is not None else []
-    lede = "Every part is exclusive, and in nanoseconds they sum to the window exactly."
+    lede = "The parts do not overlap, and sum to the window exactly, to the nanosecond."
     if device is not None and device.kernels and device.step_ns is None:
         lede += " The trace has no steps, so the window is the span: first to last event on the device."
     return section(
@@ -207,8 +207,8 @@ def _gaps(device: Device | None) -> Markup | None:
 
 def _findings(analysis: Analysis) -> Markup:
     lede = (
-        "What costs time, the largest bound first; what has none stands before what is worth little. "
-        "A bound is the most that mending the cause could give."
+        "Causes of lost time, the largest bound first; those without a bound stand before those with a small one. "
+        "A bound is the most that fixing the cause could gain."
     )
     if not analysis.findings:
         why = say.no_findings(analysis)

@@ -117,9 +117,9 @@ def method(record: StudyRecord) -> Markup:
     )
     legend = tag(
         "p",
-        "Rounds: one dot per round, one line per pair of processes, right of the middle means that B is "
-        "faster. All on one scale, stretched around zero; thin lines: 10 % either way; the band is too small "
-        "to count; open dots lie beyond the edge.",
+        "Rounds: one dot per round, one line per pair of processes; right of the middle means that B is "
+        "faster. All are on one scale, stretched around zero. Thin lines: 10 % either way. Inside the band a difference "
+        "is too small to count. Open dots lie beyond the edge.",
         class_="soft small",
     )
     return section(

@@ -77,7 +77,7 @@ def _memory(found: Fit) -> Markup | None:
     if found.sample_bytes is not None:
         kinds.append(["each sample of the batch", show(found.sample_bytes)])
     if found.fixed_bytes is not None:
-        kinds.append(["what does not grow with the batch, all of the above but samples included", show(found.fixed_bytes)])
+        kinds.append(["everything that does not grow with the batch, including all of the above but the samples", show(found.fixed_bytes)])
     return section(
         "memory", "Memory",
         f"The peak of each size; the dashed line is the limit of {show(found.limit_bytes)}. Counted is {found.counted}.",
@@ -104,7 +104,7 @@ def _sizes(found: Fit) -> Markup | None:
     if not found.trials:
         return None
     rows: list[list[object]] = [
-        [f"{one.micro_batch:,}" if one.micro_batch is not None else "as it is", OUTCOMES[one.outcome] + (f": {one.reason}" if one.reason else ""),
+        [f"{one.micro_batch:,}" if one.micro_batch is not None else "as it is", OUTCOMES[one.outcome] + (f": {one.reason}" if one.reason not in ("", OUTCOMES[one.outcome]) else ""),
          show(one.peak_bytes) if one.peak_bytes else "unknown", str(one.steps), str(one.trial), f"{one.seconds:.1f} s"]
         for one in found.trials]
     return section("sizes", "Sizes that ran", "In the order in which they ran.",

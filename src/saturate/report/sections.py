@@ -90,10 +90,10 @@ def _lede(record: StudyRecord, answer: words.Headline) -> Markup:
         ]
     )
     if answer.kind != "win":
-        if result.verified is None and not result.verified_reason:
+        if result.verified is None and (not result.verified_reason or answer.kind == "inconclusive"):
             proof = Markup("")  # nothing was kept, so there was nothing to verify
         # The reason of the headline often is the reason of the verification: say it once.
-        why = answer.why if answer.why != result.verified_reason else ""
+        why = answer.why if answer.why != result.verified_reason or not proof else ""
         return tag("p", _sentence(answer.detail).replace("->", "\u2192"), proof, _sentence(why), class_="lede")
     interval = result.speedup_ci
     text = (
@@ -159,9 +159,9 @@ def _frame(record: StudyRecord) -> list[tuple[str, object]]:
 
 def _starts(record: StudyRecord) -> list[tuple[str, object]]:
     """What comes before the steady state of either."""
-    times = [("Before its steady state, the baseline", record.result.baseline)]
+    times = [("Start of the baseline", record.result.baseline)]
     if words.kept(record):
-        times.append(("Before its steady state, the tuned script", record.result.tuned))
+        times.append(("Start of the tuned script", record.result.tuned))
     return [(name, said) for name, time in times if (said := words.start(time))]
 
 
@@ -203,7 +203,7 @@ def staircase(record: StudyRecord) -> Markup:
         "staircase",
         "Measured staircase",
         "Time of one step, in milliseconds, after each technique was added to those above it. The last bar was "
-        "measured against the baseline, which the dashed line marks; each between was measured against the bar above it, "
+        "measured against the baseline, which the dashed line marks; each bar in between was measured against the bar above it, "
         "and stands on that one. Whiskers are the interval of the bar\u2019s own race.",
         rows(lines),
     )

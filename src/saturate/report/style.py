@@ -158,9 +158,10 @@ stroke-linecap:round;stroke-linejoin:round}
 h3+table,h3+.scroll>table{margin-top:0}
 .causes th:nth-child(1){width:30%}
 .outcomes{table-layout:fixed}
-.outcomes th:nth-child(1){width:33%}
-.outcomes th:nth-child(3){width:13%}
-.outcomes th:nth-child(4){width:19%}
+.outcomes th:nth-child(1){width:24%}
+.outcomes th:nth-child(3){width:12%}
+.outcomes th:nth-child(4){width:17%}
+.outcomes th:nth-child(5){width:18%}
 
 details{margin-top:1.25rem;border-top:1px solid var(--rule)}
 details+details{margin-top:0}

@@ -105,8 +105,8 @@ def memory(peak_bytes: int | None, before_bytes: int | None = None) -> str:
     """A peak, and how it differs from the baseline's: "3.21 GiB (-37 %)"; "" when it was not measured."""
     if peak_bytes is None:
         return ""
-    change = f" ({100 * (peak_bytes / before_bytes - 1):+.0f} %)" if before_bytes and peak_bytes != before_bytes else ""
-    return sizes.show(peak_bytes) + change
+    more = round(100 * (peak_bytes / before_bytes - 1)) if before_bytes else 0
+    return sizes.show(peak_bytes) + (f" ({more:+} %)" if more else "")
 
 
 def percent(value: float | None) -> str:
@@ -148,6 +148,9 @@ NOISE = 0.04
 
 FINAL_RACE = "final"
 
+#: How a reason begins where the budget was too short to try anything.
+OUT_OF_BUDGET = "the budget of "
+
 #: Where only the least is known.
 NOT_BEFORE = "not before "
 
@@ -170,6 +173,8 @@ def _kind(record: StudyRecord) -> Kind:
     if result.verdict == "slower":
         return "slower"
     finished = result.speedup_ci is not None
+    if _out_of_budget(record):
+        return "inconclusive"
     # Where nothing was raced, or the final race had one pair, time was short, however much the baseline differs from itself.
     noisy = not _one_pair(record) and (finished or _anything_raced(record)) and result.noise_floor is not None and result.noise_floor >= record.threshold * (
         1.0 if finished else NOISY_WITHOUT_A_FINAL_RACE) and max(result.noise_floor, _half_width(record)) >= NOISE
@@ -178,6 +183,11 @@ def _kind(record: StudyRecord) -> Kind:
     if result.verified is None and result.verified_reason and not (noisy and undecided):
         return "cannot_verify"
     return "noisy" if noisy else "inconclusive"
+
+
+def _out_of_budget(record: StudyRecord) -> bool:
+    """Whether it ended before anything was tried: then nobody knows whether that could be verified."""
+    return record.result.verified is None and record.result.verified_reason.startswith(OUT_OF_BUDGET)
 
 
 def _half_width(record: StudyRecord) -> float:
@@ -243,7 +253,7 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
         return Headline(kind, "Too noisy to decide", raced, floor)
     if result.speedup_ci is None:       # nothing came as far as a final race
         why = _NONE_HELPS if _anything_tried(record) else _NO_TURN
-        if not any(outcome.fate == "not_tried" for outcome in result.techniques):
+        if _out_of_budget(record) or not any(outcome.fate == "not_tried" for outcome in result.techniques):
             why = reason
         unmeasured = next((f"{o.id}: {o.reason}" for o in result.techniques if o.fate == "inconclusive" and o.reason), "")
         return Headline(kind, "Undecided within the budget", raced, best_tried(record, ("inconclusive",)) or unmeasured or why)

@@ -6,6 +6,7 @@ import math
 import time
 
 from saturate.measure import stationary
+from saturate.report.words import OUT_OF_BUDGET
 from saturate.study.race_pair import LEAST_ROUNDS
 from saturate.study.racing import Result
 from saturate.study.state import Study
@@ -34,7 +35,7 @@ def too_late(study: Study, end: float) -> str | None:
     run_s = study.baseline["startup_s"] + updates_s
     study.needs_budget = budget_needed(step_ms, NEEDED * (now - study.started + run_s))
     left_s = max(0.0, end - now)
-    return (f"the budget of {study.request.budget_s:.0f} s ends before anything can be timed: {left_s:.0f} s are left, and the first "
+    return (f"{OUT_OF_BUDGET}{study.request.budget_s:.0f} s ends before anything can be timed: {left_s:.0f} s are left, and the first "
             f"verification run takes about {run_s:.0f} s; give it --budget {study.needs_budget}, or a smaller configuration")
 
 
@@ -52,7 +53,7 @@ def out_of_time(study: Study, end: float, run_s: float | None = None) -> str | N
     if now < end:
         why += f", and the baseline against itself and one technique take another {least_s:.0f} s at least"
     what = "ended before anything could be timed" if now >= end else "ends before anything can be tried"
-    return f"the budget of {budget_s:.0f} s {what}: {why}; give it --budget {study.needs_budget}, or a smaller configuration"
+    return f"{OUT_OF_BUDGET}{budget_s:.0f} s {what}: {why}; give it --budget {study.needs_budget}, or a smaller configuration"
 
 
 def _least_s(study: Study, run_s: float) -> float:

@@ -10,8 +10,6 @@ training. Processes that are started again get other ones: what a script does no
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import random
 import shlex
@@ -23,21 +21,19 @@ from pathlib import Path
 
 import msgspec
 
-import saturate
 from saturate.checkpoints import durable
 from saturate.machine.fingerprint import script_of
 from saturate.records.command_line import joined, quoted
 from saturate.records.drill import Drill, DrillResult, Saved
 from saturate.records.encoding import encoded
 from saturate.report import trim
-from saturate.study import baseline, drill_process
+from saturate.study import baseline, drill_process, once
 from saturate.study.drill_kills import Kills
 from saturate.study.drill_process import Chain, Ran
 from saturate.study.drill_reference import SEED, Reference, fewest_files, updates_needed
 from saturate.study.drill_remedies import remedy_of
-from saturate.study.ending import OURS, failure, in_our_words
+from saturate.study.ending import OURS, failure
 from saturate.study.resume_option import resume_words, short, source_of
-from saturate.study.store import StudyLock, new_run
 from saturate.trial.process import Workload
 from saturate.verify import resume, resume_log
 
@@ -85,21 +81,15 @@ class Request:
 
 def drill(request: Request, say: Callable[[str], None]) -> DrillResult:
     """Carry out all kills and return what they showed. Raises SaturateError, and KeyboardInterrupt with nothing left running."""
-    lock = StudyLock(request.directory)
-    try:
-        with in_our_words(request.directory):
-            asked = json.dumps(["drill", request.argv, str(request.cwd), saturate.__version__])
-            identity = hashlib.sha256(asked.encode()).hexdigest()
-            work = Work(request, new_run(request.directory, identity), say)
-            result = work.done()
-            try:
-                durable.replace_text(work.folder / "drill.json", encoded(as_saved(result, request.resume_args)))
-            except OSError as error:        # what was found is told all the same
-                say(f"the record could not be written: {error}")
-                result = msgspec.structs.replace(result, record="")
-            return result
-    finally:
-        lock.release()
+    with once.run_folder(request.directory, "drill", request.argv, str(request.cwd)) as folder:
+        work = Work(request, folder, say)
+        result = work.done()
+        try:
+            durable.replace_text(work.folder / "drill.json", encoded(as_saved(result, request.resume_args)))
+        except OSError as error:        # what was found is told all the same
+            say(f"the record could not be written: {error}")
+            result = msgspec.structs.replace(result, record="")
+        return result
 
 
 def as_saved(result: DrillResult, resume_args: list[str]) -> DrillResult:

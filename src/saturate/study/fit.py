@@ -5,8 +5,6 @@ Nothing is changed: the answer is advice, and `study.fit_search` says how it is 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable
@@ -15,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-import saturate
 from saturate.checkpoints import durable
 from saturate.machine import gpus
 from saturate.machine.fingerprint import script_of
@@ -25,15 +22,13 @@ from saturate.records import sizes
 from saturate.records.command_line import joined
 from saturate.records.encoding import encoded
 from saturate.records.fit import Fit, LoaderBatch
-from saturate.study import baseline
-from saturate.study.ending import in_our_words
+from saturate.study import baseline, once
 from saturate.study.fit_knob import KnobSearch, knob_value, likely_knob, with_knob
 from saturate.study.fit_process import Asking, MeteredBench
 from saturate.study.fit_search import MOST_TRIALS, Search
 from saturate.study.fit_state import Refused, in_proportion, without_limit
 from saturate.study.resume_option import source_of
 from saturate.study.state import Request, Study
-from saturate.study.store import Store, StudyLock, new_run
 from saturate.trial.process import TrialEnded, Workload
 
 COUNTED = {
@@ -86,24 +81,9 @@ def fit(asked: Asked, say: Callable[[str], None]) -> Fit:
         knob_value(request.argv, asked.knob, request.cwd)        # a command that cannot be searched is refused before anything runs
     if asked.memory_bytes is None and not gpus.possible():
         raise without_limit()
-    lock = StudyLock(request.directory)
-    try:
-        with in_our_words(request.directory):
-            folder = new_run(request.directory, _identity(asked))
-            store = Store(folder)
-            try:
-                store.set_meta("identity", _identity(asked))
-                store.set_meta("finished", True)        # a fit is not resumed, it is made again
-                return _search(asked, Study(request, folder, store, {}, say))
-            finally:
-                store.close()
-    finally:
-        lock.release()
-
-
-def _identity(asked: Asked) -> str:
-    parts = ["fit", asked.request.argv, str(asked.request.cwd), asked.memory_bytes, asked.knob, saturate.__version__]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    with (once.run_folder(request.directory, "fit", request.argv, str(request.cwd), asked.memory_bytes, asked.knob) as folder,
+          once.study_file(folder) as store):
+        return _search(asked, Study(request, folder, store, {}, say))
 
 
 def _search(asked: Asked, study: Study) -> Fit:

@@ -10,8 +10,6 @@ Then the workload is ended, and the trace is read and explained (`study.diagnose
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import shutil
 import statistics
@@ -24,7 +22,6 @@ from typing import Any
 
 import msgspec
 
-import saturate
 from saturate.checkpoints import durable
 from saturate.errors import EnvironmentProblem, SaturateError
 from saturate.machine import ceilings, telemetry
@@ -35,13 +32,11 @@ from saturate.records.command_line import joined
 from saturate.records.encoding import encoded
 from saturate.records.facts import Facts
 from saturate.report import words
-from saturate.study import baseline, loadercost, nsight
+from saturate.study import baseline, loadercost, nsight, once
 from saturate.study.bench import Bench
-from saturate.study.ending import in_our_words
 from saturate.study.live import Live
 from saturate.study.seen import Seen
 from saturate.study.state import Request, Study
-from saturate.study.store import Store, StudyLock, new_run
 from saturate.techniques import _registry
 from saturate.trial import meter
 from saturate.trial.process import Trial, TrialEnded, Workload
@@ -76,25 +71,9 @@ def profile(request: Request, steps: int | None, say: Callable[[str], None], nsy
     """
     if find_spec("numpy") is None:
         raise EnvironmentProblem("reading traces needs numpy", remedy="pip install 'saturate[trace]'")
-    lock = StudyLock(request.directory)
-    try:
-        with in_our_words(request.directory):
-            folder = new_run(request.directory, _identity(request))
-            store = Store(folder)
-            try:
-                study = Study(request, folder, store, _registry.load(), say)
-                store.set_meta("identity", _identity(request))
-                store.set_meta("finished", True)        # a profile is not resumed, it is made again
-                return _finished(study, _watch(study, steps, nsight.find() if nsys else None, synthetic))
-            finally:
-                store.close()
-    finally:
-        lock.release()
-
-
-def _identity(request: Request) -> str:
-    asked = ["profile", request.argv, str(request.cwd), saturate.__version__]
-    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+    with once.run_folder(request.directory, "profile", request.argv, str(request.cwd)) as folder, once.study_file(folder) as store:
+        study = Study(request, folder, store, _registry.load(), say)
+        return _finished(study, _watch(study, steps, nsight.find() if nsys else None, synthetic))
 
 
 def _finished(study: Study, seen: Seen | None) -> Profile:

@@ -9,7 +9,6 @@ Each runs in a process and a cage of its own. Seconds are compared per byte, bec
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import statistics
@@ -21,21 +20,19 @@ from typing import Any
 
 import msgspec
 
-import saturate
 from saturate.checkpoints import shards
 from saturate.checkpoints.costs import TRIED
 from saturate.errors import UsageError
 from saturate.machine.fingerprint import script_of
 from saturate.records.checkpoint import SaveCosts, SaveWay
 from saturate.records.facts import Facts
-from saturate.study import baseline, ending
+from saturate.study import baseline, ending, once
 from saturate.study.bench import Bench
 from saturate.study.candidates import Candidate, Set
 from saturate.study.drill_process import ENDED_WELL, Chain, Ran
-from saturate.study.ending import in_our_words
 from saturate.study.resume_option import PATH, resume_words, short, source_of
 from saturate.study.state import Request
-from saturate.study.store import Store, StudyLock, new_run
+from saturate.study.store import Store
 from saturate.techniques import _registry, async_checkpoint
 from saturate.trial.outcome import Outcome
 from saturate.trial.process import Trial, TrialEnded, Workload
@@ -82,19 +79,8 @@ class Recovery:
 
 def measure(request: Request, resume_args: list[str] | None, say: Callable[[str], None]) -> SaveCosts:
     """Run the command three times; what to resume it with is read from its source where `resume_args` is None. Raises UsageError where it saves nothing in time, and SaturateError where it fails by itself."""
-    lock = StudyLock(request.directory)
-    try:
-        with in_our_words(request.directory):
-            asked = json.dumps(["save costs", request.argv, str(request.cwd), saturate.__version__])
-            folder = new_run(request.directory, hashlib.sha256(asked.encode()).hexdigest())
-            store = Store(folder)
-            try:
-                store.set_meta("finished", True)        # it is not resumed, but made again
-                return _Work(request, resume_args, folder, store, say).done()
-            finally:
-                store.close()
-    finally:
-        lock.release()
+    with once.run_folder(request.directory, "save costs", request.argv, str(request.cwd)) as folder, once.study_file(folder) as store:
+        return _Work(request, resume_args, folder, store, say).done()
 
 
 class _Work:

@@ -15,13 +15,12 @@ Also where nothing gets faster: a plain `torch.save` that is killed leaves a fil
 
 When it hurts
 -------------
-The state is held once more in host memory, and the disk needs room for the new file beside the old one; where it has
-room for one of them only, `torch.save` writes over the old one, as it does by itself, and a line on stderr says that this
-save was not atomic. Safetensors, Lightning and distributed checkpoints keep the old one, and fail. Where processor
-and disk are busy anyway, writing later costs as much as writing now; so in mode "auto" the ways to write (now, by a
-thread, by a helper process) are measured in the run itself, slowdown of the steps included, and the cheapest in total is
-taken. A barrier right after the save waits for the file, because other ranks may open it then. A process that runs
-already and learns of the file in some other way (a queue, a reduced flag) may look too early.
+Host memory holds the state once more, and the disk needs room for the new file beside the old one. If there is room for only one of
+them, `torch.save` overwrites the old one, as it does by itself, and a line on stderr says that this save was not atomic; safetensors,
+Lightning and distributed checkpoints keep the old one, and fail. Where processor and disk are busy anyway, writing later costs as much
+as writing now. So in mode "auto" the ways to write (now, by a thread, by a helper process) are measured in the run itself, slowdown of
+the steps included, and the cheapest in total is chosen. A barrier right after the save waits for the file, because other ranks may open it
+then. A process that is already running and learns of the file in some other way (a queue, a reduced flag) may look too early.
 
 Numerics
 --------
@@ -31,12 +30,13 @@ the GPU, so no later write can tear it. Files hold what `torch.save` would have 
 How it is applied
 -----------------
 torch's zip writer is replaced by one that stages. Functions of `os`, `open`, ways to start processes and distributed
-barriers ask first whether a file is pending that they could see, announce (`latest`) or outlive. A failed write is said
-on stderr, and its OSError is raised by the next save, and until then by what would announce a checkpoint beside it or
-remove another one; at the end it makes the exit code nonzero. Files that are not
-regular, have hard links or may not be replaced are saved plainly. So are saves in torch's old format, into memory, and
-into files that the script opened itself (`with open(path, "wb") as f: torch.save(state, f)`), which stay as slow as they
-were: what it does with them next (write on, fsync, rename) must find all bytes there. Give `torch.save` the path instead.
+barriers first check whether a file is pending that they could see, announce (`latest`) or outlive. If a write fails, a line on
+stderr says so, and the next save raises its OSError; so does, until then, anything that would announce a checkpoint beside it or remove
+another one. In the end the exit code is nonzero.
+
+Saved plainly, and as slowly as before, are files that are not regular, have hard links or may not be replaced, and saves in torch's old
+format, into memory, and into files that the script opened itself (`with open(path, "wb") as f: torch.save(state, f)`): what the script does
+with such a file next (write on, fsync, rename) must find all bytes there. Give `torch.save` the path instead.
 
 References
 ----------

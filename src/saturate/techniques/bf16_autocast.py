@@ -14,17 +14,17 @@ AVX512-BF16 or AMX. Activations take half the memory, so models bound by memory 
 When it hurts
 -------------
 Small layers: every call pays for casting its inputs and weights. Recurrent cells called step by step cast their weights
-at each call outside of the autocast cache. What a forward leaves on its modules, or hands to hooks inside of it, stays bfloat16:
-`.numpy()` raises an error on that, perhaps only where the script looks at it now and then.
+at each call outside of the autocast cache. Tensors that a forward stores on its modules, or passes to hooks inside of it, stay bfloat16:
+`.numpy()` raises an error on them, perhaps long after the start if the script calls it only now and then.
 
 Numerics
 --------
 `precision`: bfloat16 keeps 8 bits of significand and the range of float32, so no loss scaling is needed. A loss that is
 computed outside the model sees float32 and is as safe as before.
 
-Where a forward does not run under autocast, because it mixes what it computed with float32 tensors of its own in operators that
-take one type only (`scatter_`, in-place writes, custom functions), `scope="layers"` lets its linear and convolution layers
-alone compute in bfloat16, each of which hands back float32. It is only tried then: the casts cost time.
+Some forwards fail under autocast, because they mix computed values with float32 tensors of their own in operators that take only
+one type (`scatter_`, in-place writes, custom functions). For these, `scope="layers"` lets only linear and convolution layers compute in
+bfloat16, and each returns float32. It is tried only then, because the casts cost time.
 
 How it is applied
 -----------------

@@ -13,15 +13,17 @@ cuDNN need not transpose), on CPUs because oneDNN's kernels do as well.
 When it hurts
 -------------
 Models that mix convolutions with layers that lack channels-last kernels, and grouped convolutions on some GPUs. A model
-that calls `.view` on activations raises an error; that is reported as a failed trial. A script fails likewise that calls
-`.view(-1)` on weights or gradients, as `torch.nn.utils.parameters_to_vector` does (`.reshape(-1)` works on both). LBFGS does so too:
-it is left alone, but a script that goes on with it after another optimizer fails at its first step. Activations that a script takes
-from the inside of the model, by a hook or by a call of one of its parts, lie channels-last in evaluation too.
+that calls `.view` on activations raises an error, which is reported as a failed trial. A script that calls `.view(-1)` on weights or
+gradients fails, too, as `torch.nn.utils.parameters_to_vector` does (`.reshape(-1)` works on both formats). So does LBFGS: it is left alone,
+but a script that goes on with it after another optimizer fails at its first step. Activations that a script takes from inside the
+model, by a hook or by calling one of its parts, are channels-last in evaluation too.
 
-Left alone are trainings with weights whose memory something else holds when it is applied (a `state_dict()` that is kept,
-`share_memory()`, views of one flat tensor): converting them would cut them off from it. CUDA memory that several processes share is
-not seen. Left alone, too, are weights that an optimizer which is not torch's own keeps state for: its kernels may read that in the
-order of memory. Trainings with several processes are left alone unless DistributedDataParallel averages their gradients.
+Left alone are:
+
+- trainings in which something else holds the memory of weights when the technique is applied (a `state_dict()` that is kept,
+  `share_memory()`, views of one flat tensor): converting them would separate the two. CUDA memory that several processes share is not seen;
+- weights for which an optimizer that is not torch's own keeps state: its kernels may read that in the order of memory;
+- trainings with several processes, unless DistributedDataParallel averages their gradients.
 
 Numerics
 --------
@@ -29,12 +31,11 @@ Numerics
 
 How it is applied
 -----------------
-Parameters keep their identity, shape and values: only strides change, and a model's state dict is loaded as before. An optimizer's
-is a copy in the usual format where the technique has changed that: a load keeps strides, and fused kernels look at none. What
-shares the memory of parameters by the time that the change is taken back keeps its strides.
-The forward is wrapped, innermost of all wrappers; in evaluation for its outputs only. safetensors takes the usual format only, and is
-handed tensors in it. DistributedDataParallel lays out the buckets of its gradients when it is constructed: the weights are converted
-right before, where all ranks can, and stay so.
+Parameters keep their identity, shape and values; only strides change, and a model's state dict is loaded as before. The state dict of an
+optimizer is a copy in the usual format, because loading keeps strides, and fused kernels ignore them. When the change is undone, tensors
+that by then share memory with parameters keep their strides. The forward is wrapped, innermost of all wrappers; in evaluation only for
+its outputs. safetensors accepts only the usual format, and gets tensors in it. DistributedDataParallel lays out the buckets of its
+gradients when it is constructed: if all ranks can, the weights are converted just before that, and stay so.
 
 References
 ----------

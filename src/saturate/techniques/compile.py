@@ -12,13 +12,14 @@ kernels; `reduce-overhead` then replays a recorded graph of launches.
 
 When it hurts
 -------------
-The first steps take from seconds to minutes. Shapes that keep changing recompile, and so do hooks that a script puts on modules
-inside and takes away again, up to a limit after which the code runs eagerly again. nn.LSTM and its kind stay eager, with the rest of
-the forward that calls them; where most layers are such, it is not offered. Short trainings never earn the compile time back; the
-break-even line says when this one does. Gradients of compiled code cannot be differentiated: a script that does so
-(`create_graph=True`, as for a gradient penalty) in the step that is watched is left alone; one that does so only later fails with
-torch's error about "double backward". Nor can they be differentiated in forward mode: what runs while a level of
-`torch.autograd.forward_ad` is open runs eagerly, as it was.
+The first steps take from seconds to minutes. Short trainings never earn that time back; the break-even line says when this one
+does. Shapes that keep changing cause recompilation, and so do hooks that a script adds to inner modules and removes again; after some
+recompilations torch runs the code eagerly. nn.LSTM and similar layers stay eager, together with the rest of the forward that calls
+them; where most layers are such, compilation is not offered.
+
+Gradients of compiled code cannot be differentiated. A script that does so (`create_graph=True`, as for a gradient penalty) in the step
+that is watched is left alone; one that does so only later fails with torch's error about "double backward". Nor can compiled code be
+differentiated in forward mode: while a level of `torch.autograd.forward_ad` is open, the original code runs.
 
 Numerics
 --------
@@ -28,14 +29,14 @@ How it is applied
 -----------------
 A plain function around the module's forward is compiled and used in training mode only: `Module.compile` captures
 nothing when the root is one of PyTorch's own classes. With `scope="blocks"` the instances of the block that holds most
-parameters share one compiled function, which costs a fraction of the compile time. Dynamo is told to look whether modules have got
-hooks since they were captured, and the backward pass not to reuse the memory of what the forward has saved ("donated buffers"): it could
-not be gone through a second time then, and a script that keeps its graph now and then (`retain_graph=True`) would end there.
+parameters share one compiled function, which costs a fraction of the compile time. Dynamo is told to check whether modules got
+hooks since they were captured. The backward pass is told not to reuse the memory of what the forward saved ("donated buffers"), because a
+script that sometimes keeps its graph (`retain_graph=True`) could then not go through it a second time, and would fail.
 
-Modes that record CUDA graphs are not offered where gradients are added to others that are kept (by accumulation, or
-`zero_grad(set_to_none=False)`), where they were wrong before; what their graphs return is copied, because the next step overwrites it,
-and scripts keep losses and outputs. Where inductor records none (it skips graphs that change their inputs or hold tensors on the CPU),
-such a mode counts as not applied.
+Modes that record CUDA graphs are not offered where gradients are added to kept ones (by accumulation, or
+`zero_grad(set_to_none=False)`), because torch computed wrong gradients there. What their graphs return is copied, because the next step
+overwrites it, and scripts keep losses and outputs. If inductor records no graph (it skips graphs that change their inputs or hold tensors on
+the CPU), such a mode counts as not applied.
 
 References
 ----------

@@ -14,33 +14,33 @@ cores that the training leaves idle, if its loader has no workers.
 
 When it hurts
 -------------
-Decoded samples take room: 12 MB for a photograph of 4 million pixels. At most half of the free disk (or memory) is
-used; if that does not hold all samples, the rest is made anew each time. Where it runs full all the same, by a quota or by others,
-half of what is stored is given back. What a dataset makes by the batch (`__getitems__`) is made
-a second time, alone, before it is stored. Datasets that count or log inside
-`__getitem__` do so only for samples that are really made.
+Decoded samples take room: 12 MB for a photograph of 4 million pixels. At most half of the free disk (or memory) is used; if that
+does not hold all samples, the rest is made anew each time. If it runs full all the same, by a quota or by other programs, half of what is
+stored is given back. Items that a dataset makes by the batch (`__getitems__`) are made once more, one by one, before they are stored.
+Datasets that count or log inside `__getitem__` do so only for samples that are really made.
 
 Numerics
 --------
-`exact`: the same bytes in the same order. A dataset is cached only when some items were made twice under different
-random numbers and came out alike without drawing any; all the time a few items are made again and compared, and one
-that differs ends the cache, with a message. Batches are made at once by some datasets: one is then read from the cache as a whole or
-not at all, and those whose items depend on the others of their batch (as padding to its longest) are refused. Items that are random as a whole are refused, and so are datasets that have a random
-generator of their own, they or their transforms (as those of MONAI and albumentations do), or make one without a seed for an item
-(`numpy.random.default_rng()`): it need not show in a few items.
+`exact`: the same bytes in the same order. A dataset is cached only if some items, made twice under different random numbers, came
+out the same without drawing any. Later, too, a few items are made again and compared; one that differs ends the cache, with a message.
+Some datasets make a whole batch at once: it is then read from the cache as a whole or not at all.
+
+Refused are items that are random as a whole; items that depend on the others of their batch (as padding to its longest does); and datasets
+that have a random generator of their own (or whose transforms have, as in MONAI and albumentations), or make one without a seed for an
+item (`numpy.random.default_rng()`), because that need not show in a few items.
 
 How it is applied
 -----------------
 A stand-in takes the dataset's place inside the loader's iterator; `loader.dataset` stays the user's. One file per
 version of the dataset, shared by workers and ranks, in `~/.cache/saturate/data` (or `SATURATE_DATA_CACHE`): its name
 is a hash of the dataset's code, the environment variables that it reads, its attributes, and files with their sizes and times. The
-files are looked at again when a pass begins: of up to 100,000, those that end as the ones do that Python opened to make some items.
-Pictures and arrays are stored as
-bytes, never pickled. In trials, samples are stored before they are asked for, so that what is measured is a warm
-cache. In runs, forked helpers go through the epoch's order ahead of the training, which makes itself whatever is not
-stored yet. They have their own places in open files; there are none for datasets that hold open connections; and where
-torch has several threads here, none stores an item that an operation was used for whose rounding could depend on their
-number.
+files are checked again when a pass begins: up to 100,000 files, those with the endings of the files that Python opened to make some items.
+Pictures and arrays are stored as bytes, never pickled.
+
+In trials, samples are stored before they are asked for, so that a warm cache is measured. In runs, forked helpers go through the
+epoch's order ahead of the training, which itself makes what is not stored yet. They have their own positions in open files. Datasets that
+hold open connections get no helpers. If torch has several threads here, helpers store no item that was made with an operation whose
+rounding could depend on the number of threads.
 
 References
 ----------

@@ -2,8 +2,8 @@
 
 What it does
 ------------
-When the script takes a batch from its DataLoader, the copy of the batch after it begins on a stream of its own. When
-the script then moves that batch with `.to(device)` or `.cuda()`, it gets the copy that was begun.
+When the script takes a batch from its DataLoader, copying the next batch begins on a separate stream. When the script later moves
+that next batch with `.to(device)` or `.cuda()`, it gets the copy that was already begun.
 
 When it helps
 -------------

@@ -2,35 +2,37 @@
 
 What it does
 ------------
-Where an allocation fails in the forward or the backward of the model, the batch is run again in two, four, eight... chunks,
-and the training goes on: the script's loss sees the outputs of the whole batch, and the gradients are those of the whole
-batch. Where one fails in a loss of torch that the script computes outside of the model, the model's activations are let go of, the
-loss runs again, and the model's backward in chunks. A batch larger than all before it is cut beforehand when, by what earlier ones
-took, it will not fit.
+If an allocation fails in the forward or the backward of the model, the batch is run again in two, four, eight... chunks, and the
+training goes on: the script's loss sees the outputs of the whole batch, and the gradients are those of the whole batch. If an
+allocation fails in a loss of torch that the script computes outside of the model, the model's activations are freed, the loss runs again,
+and the model's backward runs in chunks. A batch larger than all before it is cut in advance if the memory that earlier ones took says
+that it will not fit.
 
 When it helps
 -------------
-Batches of varying length, of which the longest one ends the run after hours; a neighbour on the same device; a first try of
-a larger model. It is insurance and not a speed-up, so it is not raced: put it into a recipe by hand.
+Batches of varying length, of which the longest one would end the run after hours; another program on the same device; a first try of
+a larger model. It is insurance and not a speed-up, so `tune` does not race it: put it into a recipe by hand.
 
 When it hurts
 -------------
 A chunked step costs one more forward, and so does the first batch. A batch larger than all before it is guarded: its gradients
-are handed over at the end of the backward and not during it, so communication does not overlap there. Shapes that have fit with 15 %
-of the memory to spare, and smaller ones in every dimension, run as the script wrote them; where the backward of one runs out all the same,
-the parameters that have their gradient keep it, and the others get theirs from chunks. Not then, with the reason on stderr:
-where the forward draws random numbers, one backward goes through several forwards, the input is differentiated as well, the
-loss reaches parameters past the model's output that have no gradient yet, a hook acts on gradients once they are there, the
-model lives on several devices, or the script retains the graph, differentiates twice or calls `torch.autograd.grad`; nor where such
-a batch's memory runs out in the backward of a loss outside of the model. Not covered are the optimizer's own memory, what a script
-computes between model and loss or in place of one of torch's losses (a copy of the logits, a softmax), and a backward on a CPU that
-runs out after a forward with dropout: whole-batch random numbers cannot be drawn again by parts (on a GPU, its activations then wait
-in host memory).
+are handed over at the end of the backward and not during it, so communication does not overlap there.
+
+Shapes that have fit with 15 % of the memory to spare, and shapes that are smaller in every dimension, run as the script wrote them. If
+the backward of such a batch still runs out of memory, the parameters that have their gradient keep it, and the others get theirs from
+chunks. That is impossible, and a line on stderr says why, if the forward draws random numbers, one backward goes through several
+forwards, the input is differentiated as well, the loss reaches parameters past the model's output that have no gradient yet, a hook
+acts on gradients once they are there, the model lives on several devices, or the script retains the graph, differentiates twice or
+calls `torch.autograd.grad`; or if the memory runs out in the backward of a loss outside of the model.
+
+Not covered are the optimizer's own memory, what a script computes between model and loss or instead of one of torch's losses (a copy of
+the logits, a softmax), and a backward on a CPU that runs out of memory after a forward with dropout, because random numbers of the
+whole batch cannot be drawn again in parts (on a GPU, its activations then wait in host memory).
 
 Numerics
 --------
-`stream`: without dropout, chunks add up in another order and that is all (`reordering`); with it they draw other random
-numbers, and what is drawn once for all samples of a batch (noise on a weight, whether a layer is left out) once for each chunk.
+`stream`: without dropout, chunks only add up in another order (`reordering`). With dropout they draw other random numbers, and
+what is drawn once for all samples of a batch (noise on a weight, whether a layer is left out) is drawn once for each chunk.
 Nothing happens before memory runs short. Models whose samples depend on each other (BatchNorm in training mode,
 contrastive losses inside the model), that change state in their forward or fill an argument, or that reduce a loss in a way that is not
 recognised, are left alone, with the reason on stderr; negatives in a loss outside of the model are no obstacle.

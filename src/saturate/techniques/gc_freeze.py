@@ -13,8 +13,8 @@ for each other.
 
 When it hurts
 -------------
-What was frozen and is dropped after that stays, where it is in a cycle of references, as models are, until the script calls
-`gc.collect()`, which takes as long as without.
+Objects that were frozen and are dropped later stay in memory if they are in a reference cycle, as models are, until the script calls
+`gc.collect()`. That call takes as long as without this technique.
 
 Numerics
 --------
@@ -23,8 +23,8 @@ Numerics
 How it is applied
 -----------------
 A hook after the first optimizer's step counts to `after_steps`, then calls `gc.collect`, `gc.freeze` and
-`gc.set_threshold`, once. Without an optimizer this happens at once. A `gc.collect()` of the script's looks at what is frozen as
-well, and freezes anew, unless the script had frozen something itself before.
+`gc.set_threshold`, once. Without an optimizer this happens at once. When the script calls `gc.collect()`, frozen objects are looked at
+too, and what is left is frozen again, unless the script had frozen something itself before.
 
 References
 ----------

@@ -24,10 +24,10 @@ update can be compared with the script's own, so it is not raced and not verifie
 How it is applied
 -----------------
 To DataLoaders that shuffle (or draw from a random or distributed sampler) and state a batch size, when they are built;
-others, evaluation loaders among them, and datasets smaller than the new batch stay as they are; so does a loader with the
-dataset, the sampler, the `collate_fn` and the new size of an earlier one: a framework built that again. The learning rate is
-multiplied for the length of each `optimizer.step()` only, less that of its closure: schedules, whichever way they set it, logs
-and checkpoints keep the script's own values, and a resumed run is not scaled twice. With `rule="auto"` an optimizer of a kind without a rule
+others, evaluation loaders among them, and datasets smaller than the new batch stay as they are. So does a loader that has the
+dataset, sampler, `collate_fn` and new size of an earlier one, because a framework has then built that one again. The learning rate is
+multiplied only during each `optimizer.step()`, and not during its closure. So schedules, however they set it, logs and checkpoints keep
+the script's own values, and a resumed run is not scaled twice. With `rule="auto"` an optimizer of a kind without a rule
 keeps its learning rate, and so does one whose groups hold no `lr`; a line on stderr says so. Momentum and Adam's betas stay.
 
 References

@@ -20,10 +20,10 @@ save takes longer where deltas are coded.
 
 When it hurts
 -------------
-What looks at the files while the script runs, other than through `torch.load` or
-`shutil`, sees the small ones: `cp`, `rsync` and uploads copy the name of a checkpoint and not the checkpoint.
+While the script runs, programs that read the files in another way than `torch.load` or
+`shutil` see the small ones: `cp`, `rsync` and uploads copy the name of a checkpoint and not the checkpoint.
 `saturate checkpoint export FILE` makes it a plain one. A script that keeps only its newest checkpoints gains little,
-as deltas lean on what was removed; when the store takes twice the room of plain files, saves are plain again.
+because deltas depend on what was removed; when the store takes twice the room of plain files, saves are plain again.
 Restoring reads up to `chain` + 1 versions of each chunk.
 
 Numerics
@@ -34,8 +34,8 @@ How it is applied
 -----------------
 `torch.save`, Lightning's writer, `shutil.copyfile` and the functions of `os` that rename files are wrapped. Saves to
 streams, in torch's old format, in forked children, of less than 1 MiB, by other functions (safetensors, distributed
-checkpoints) are left alone. If anything of ours fails (the disk is full, the store is gone), the plain save happens
-instead, and one line on standard error says so. What a process that was killed in a save has left behind goes with the next save there.
+checkpoints) are left alone. If saving to the store fails (the disk is full, the store is gone), a plain save happens
+instead, and one line on standard error says so. What a killed process left behind in a save is removed by the next save there.
 
 References
 ----------

@@ -13,44 +13,53 @@ The step waits for its input: decoding, augmentation, tokenization, slow storage
 When it hurts
 -------------
 No core is left for the workers, or batches are so cheap that handing them over costs more than making them. Each worker
-holds a copy of what the dataset touches. Datasets that count or cache inside `__getitem__` do so once per worker. Where the
-script changes its dataset between epochs, or seeds anew, workers are started anew; where it does so within a pass, the training process
-makes the rest of it, and where that happens again, all of it from then on. All of its lists, dictionaries, arrays and tables
-are read when a pass begins (a million numbers, or 50 MB, in some 10 ms); where that takes more than a hundredth of the time, they are
-started anew for each pass. A change inside of another object of a library of C or Rust reaches them at the next such start only.
+holds a copy of what the dataset touches. Datasets that count or cache inside `__getitem__` do so once per worker.
+
+If the script changes its dataset between epochs, or seeds anew, workers are restarted. If it does so within a pass, the training
+process makes the remaining batches of that pass, and if that happens again, all batches from then on. To notice changes, all lists,
+dictionaries, arrays and tables of the dataset are read when a pass begins (a million numbers, or 50 MB, in some 10 ms); if that takes more
+than a hundredth of the time, workers are restarted for each pass instead. A change inside other objects of a library in C or Rust
+reaches the workers only when they are restarted.
 
 Numerics
 --------
-`stream`: random augmentation draws from each worker's own seed. Batches come in the same order: torch draws one random
-number per epoch that starts workers, and skips it where they persist, which would shuffle later epochs differently; for
-workers that are persistent because of this technique it is drawn all the same. Only where items draw from torch's own generator, from which
-a loader is shuffled, too, later epochs are in another order. With workers a sampler is asked for its first
-batches when a pass begins, without at the first `next`, and draws its seed then: workers that this technique gives get their first
-work at the first `next` too, so that `zip(a, b)` of two loaders shuffles as without. Workers are asked for batches ahead: where
-a pass is left early, a sampler that goes on where the last pass ended would skip those. One that is or holds an iterator, or sets
-attributes between two indices, is left alone; one that keeps its place in another way (in a list) is not recognised. What a sampler
-draws for batches that are asked for ahead comes into view when the training reaches them, as RandomSampler's draw behind its last index
-from a generator of the script's; one that draws between two indices from the generators of everything is left alone. Workers are seeded from torch's generator, or from the loader's own: where a script
-seeds that before a pass (an evaluation that sees the same crops each time, an epoch that can be resumed), they begin anew with it.
-A seed for python's `random` or numpy alone does not reach them.
+`stream`: random augmentation draws from each worker's own seed. Batches come in the same order as without workers, for which three
+differences of torch are evened out:
+
+- torch draws one random number when it starts workers for an epoch, but not where they persist, which would shuffle later epochs
+  differently. For workers that persist because of this technique it is drawn all the same. Later epochs are in another order only
+  if items draw from torch's own generator, which also shuffles the loader.
+- With workers a sampler is asked for its first batches, and draws its seed, when a pass begins; without, at the first `next`. Workers that
+  this technique adds get their first work at the first `next` too, so that `zip(a, b)` of two loaders shuffles as without.
+- What a sampler draws from a generator of the script's for batches that are requested ahead (as RandomSampler does behind its last index)
+  becomes visible when the training reaches them.
+
+Because batches are requested ahead, a sampler that goes on where the last pass ended would skip some when a pass is left early. A sampler
+that is or holds an iterator, or sets attributes between two indices, is left alone; one that keeps its place in another way (in a list)
+is not recognised. A sampler that draws between two indices from the global generators is left alone, too. Workers are seeded from
+torch's generator, or from the loader's own: if a script seeds that before a pass (an evaluation that sees the same crops each time, an
+epoch that can be resumed), they restart with it. A seed for python's `random` or numpy alone does not reach them.
 
 How it is applied
 -----------------
-Arguments of `DataLoader` that stand at their defaults are changed when it is built, and with `override` a number of workers that
-the script chose as well. Left alone are: iterable datasets
-(each worker would read everything), datasets that hold device tensors or open files, datasets with a random generator of their own
-(theirs or their transforms', as in MONAI and albumentations: each worker would draw the same from its copy; a line on stderr says
-so), datasets that cannot be pickled where workers are spawned and scripts that would train in such a worker (without
-`if __name__ == "__main__":`), samplers that keep their place, and loaders of fewer than two
-batches. A loader that a dataset reads inside of a worker has none; and where forked workers fail because a dataset or its collate
-function uses CUDA, or calls the model that is being trained (to choose hard examples, say), or are ended by the kernel for want of
-memory, the training process makes the batches from there on; where the script has workers itself, it ends as it would without. Not seen
-are items that are computed from its parameters without a call of a module, from a copy of the model that the script updates beside it (an
-average of its weights), or in workers that are spawned, nor is it where the dataset itself catches what that raises. A batch
-over which a worker fails for another reason is made once more in the training process, and raises there what the script alone would
-see, if anything. Where no process can be started, there are no workers. A copy of a loader, or a pickled one, starts its workers anew
-for each pass.
-Counts respect the CPU quota, memory and /dev/shm.
+Arguments of `DataLoader` that stand at their defaults are changed when it is built; with `override` also a number of workers that
+the script chose. Counts respect the CPU quota, memory and /dev/shm. A copy of a loader, or a pickled one, restarts its workers for
+each pass. Left alone are:
+
+- iterable datasets (each worker would read everything), and loaders of fewer than two batches;
+- datasets that hold device tensors or open files;
+- datasets with a random generator of their own (or of their transforms, as in MONAI and albumentations): each worker would draw the same
+  from its copy; a line on stderr says so;
+- where workers are spawned: datasets that cannot be pickled, and scripts that would train in such a worker (without
+  `if __name__ == "__main__":`);
+- samplers that keep their place, and a loader that a dataset reads inside of a worker.
+
+If forked workers fail because a dataset or its collate function uses CUDA or calls the model that is being trained (to choose hard
+examples, say), or if the kernel ends them for want of memory, the training process makes the batches from there on. (Where the script
+has workers itself, it ends as it would without this technique.) Not noticed are items that are computed from the model's parameters without
+a call of a module, from a copy of the model that the script updates beside it (an average of its weights), or in spawned workers, nor
+where the dataset itself catches the error. A batch over which a worker fails for another reason is made once more in the training process,
+which raises there what the script alone would raise, if anything. Where no process can be started, there are no workers.
 
 References
 ----------

@@ -17,27 +17,29 @@ loss, averaging them between processes.
 
 Numerics
 --------
-`exact`: the optimizer's own code on the same numbers, for one parameter after the other. Its kernels treat every parameter
-by itself. A parameter that something else holds when its gradient is complete may still be read by the rest of the backward pass
-(through `.detach()` or `.data`, or where it was used frozen): the script's own `step` updates it, in every step in which that is
-so. What shows nowhere is a weight that is first fetched while the backward pass runs, past autograd: by a backward function of
-the script's own, or by a checkpointed forward that uses the detached weight and is computed again.
+`exact`: the optimizer's own code on the same numbers, one parameter after the other; its kernels treat each parameter
+separately. If something else holds a parameter when its gradient is complete, the rest of the backward pass may still read it
+(through `.detach()` or `.data`, or where it was used frozen): in such a step, the script's own `step` updates it. One case cannot be
+noticed: a weight that is first fetched, past autograd, while the backward pass runs, by a backward function of the script's own, or by
+a checkpointed forward that uses the detached weight and is computed again.
 
 How it is applied
 -----------------
 A hook on each parameter runs the optimizer's `step` with a group of that one parameter; state, step counts and settings
-are the script's, and so is the file that it saves. The script's own `step` then finds no gradients left and only does what
-else it does: hooks, schedulers, counters. Parameters that are frozen when it begins, or that are added to the optimizer later, are
-left to that step, also once they are trained. Two steps are watched first, and nothing is applied where the script reads or
-changes gradients, adds them up, or changes a learning rate, writes to weights, runs the model or saves it between backward and
-step. If it does any of that to gradients, settings or weights later, it gets an error that says so: a gradient that is gone would
-be wrong in silence (what is written through `.data` is looked for in another weight at each step, on a GPU in every 64th). A backward
-pass whose step never comes (a loop that is left in between) has updated all the same: that is said on stderr when the weights are
-saved, run, or left at the end, and the next backward pass is an error. Nothing is applied where the
-script has built another optimizer with the same parameters. If it builds one later and goes on with it (LBFGS after Adam), gradients
-stay for the script's own steps from that one's `zero_grad` or step on, and a step of it that comes when gradients were used already is
-an error. A script that only reads weights by hand between backward and
-step (an average that it keeps of them) is not noticed: it reads those after the step.
+are the script's, and so is the file that it saves. The script's own `step` then finds no gradients left and does only the rest of
+its work: hooks, schedulers, counters. Parameters that are frozen at the beginning, or added to the optimizer later, are left to that
+step, even once they are trained.
+
+Two steps are watched first. Nothing is applied if the script reads, changes or adds up gradients, or if between backward and step it
+changes a learning rate, writes to weights, runs the model or saves it; nor if it has built another optimizer with the same parameters.
+If it does any of that to gradients, settings or weights later, it gets an error that says so, because a missing gradient would be
+silently wrong. (Writes through `.data` are looked for in another weight at each step, on a GPU at every 64th.) If the script builds another
+optimizer later and goes on with it (LBFGS after Adam), gradients are kept for the script's own steps from that optimizer's first
+`zero_grad` or step on; a step of it that comes after gradients were used is an error.
+
+A backward pass whose step never comes (a loop that is left in between) has updated the weights all the same. A line on stderr says so when
+the weights are saved or run, or at the end, and the next backward pass is an error. A script that only reads weights by hand between
+backward and step (for an average that it keeps of them) is not noticed: it reads the updated ones.
 
 References
 ----------

@@ -16,10 +16,11 @@ Pinning costs a copy on the host. Pinned memory cannot be swapped, so a machine 
 Numerics
 --------
 `exact`: the same bytes arrive. A script that overwrites a host tensor right after copying it would race with a copy that
-returned at once. So only what a DataLoader has pinned is copied so, which is new each time, and no buffer of the script's own. A
-script may write to that, too (`labels[~mask] = -100` behind `labels.cuda()`): the first batch is copied as before and watched, and
-so is each one after it. Once one was written to, copies wait as before, with a line on stderr; of a script that does so in a later
-batch first, that one may have arrived in part as it was written. Writes through a NumPy view of a batch are not seen.
+returned at once. So only tensors that a DataLoader has pinned are copied in this way: they are new each time, and never a buffer of the
+script's own. A script may write to those, too (`labels[~mask] = -100` after `labels.cuda()`). So the first batch is copied as before, and
+all batches are watched. Once the script has written to one, copies wait as before, and a line on stderr says so; if it does that
+for the first time in a later batch, that batch may have arrived partly with the new values. Writes through a NumPy view of a batch
+are not seen.
 
 How it is applied
 -----------------
