@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import io
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -20,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 from saturate.errors import ArtifactDamaged  # noqa: E402 - after the check for torch
 from saturate.inference.formats import NotDeployable, _dynamic_shapes, _program, _sizes, _vetting, aoti, exported  # noqa: E402
-from saturate.inference.techniques._api import Context, Entry  # noqa: E402
+from saturate.inference.techniques._api import Context, Entry, NotApplied  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -90,6 +91,23 @@ def test_values_beside_tensors_that_change_are_not_stored(tmp_path: Path) -> Non
 
     with pytest.raises(NotDeployable, match="holds other values beside its tensors"):
         exported.save(context_of(Counts(), [(torch.randn(4, 3),)] * 2, tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("inputs, says", [
+    ([(torch.ones(4, 3), 10), (torch.ones(4, 3), 20)], r"inputs\[1\] is 10 in one, 20 in another; .* give the model a tensor there$"),
+    ([(torch.ones(4, 3), {"scale": [1, 0.5]}), (torch.ones(4, 3), {"scale": [1, math.inf]})],
+     r"inputs\[1\]\['scale'\]\[1\] is 0.5 in one, inf in another; .* a tensor there$"),
+    ([(torch.ones(4, 3), ["a", "b"]), (torch.ones(4, 3), ["a", "c"])], r"inputs\[1\]\[1\] is 'b' in one, 'c' in another$"),
+    ([(torch.ones(4, 3), None), (torch.ones(4, 3), torch.ones(4))], "that are no tensors$"),
+    ([(torch.ones(4, 3), [1]), (torch.ones(4, 3), [1, 2])], "that are no tensors$"),
+])
+def test_inputs_that_differ_in_more_than_tensors_are_named(inputs: list[tuple[Any, ...]], says: str, tmp_path: Path) -> None:
+    class Scales(torch.nn.Module):
+        def forward(self, x: torch.Tensor, other: Any) -> torch.Tensor:
+            return x.relu()
+
+    with pytest.raises(NotApplied, match=says):
+        _program.capture(context_of(Scales(), inputs, tmp_path))
 
 
 def test_a_text_that_is_none_is_not_deployable(tmp_path: Path) -> None:
