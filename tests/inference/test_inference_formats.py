@@ -237,6 +237,20 @@ def test_a_model_for_one_batch_size_is_stored_for_it(tmp_path: Path) -> None:
         call(torch.randn(8, 4))
 
 
+class CountsByLen(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(1, x.shape[1]).expand(len(x), -1)
+
+
+def test_a_size_that_len_makes_a_number_is_said_to_be_one(tmp_path: Path) -> None:
+    program = _program.capture(context_of(CountsByLen(), [(torch.randn(4, 3),)], tmp_path))
+    call = _program.callable_of(torch, program.signature, "cpu", lambda tensors: program.exported.module()(*tensors))
+    with pytest.raises(ValueError, match=r"made for \[4, 3\]: the model makes a number of the size 4 in dimension 0 .*by len\(x\)"):
+        call(torch.randn(2, 3))
+    with pytest.raises(NotApplied, match=r"len\(x\).* x.shape\[0\] stays open"):
+        _program.capture(context_of(CountsByLen(), [(torch.randn(rows, 3),) for rows in (4, 6)], tmp_path, varying_shapes=True))
+
+
 def test_varying_lengths_stay_open_together(tmp_path: Path) -> None:
     """Two inputs with one length; a batch of one row, which torch.export would take for a constant."""
     model = Attends()
@@ -299,7 +313,7 @@ class Recurrent(torch.nn.Module):
 
 def test_a_recurrent_layer_and_varying_lengths_are_refused_with_a_remedy(tmp_path: Path) -> None:
     batches = [(torch.randn(2, length, 4),) for length in (5, 9, 7)]
-    with pytest.raises(NotDeployable, match="dimension 1 of input tensor 0 is 9: recurrent layers.*pad the inputs") as caught:
+    with pytest.raises(NotDeployable, match="of the size 9 in dimension 1 of input tensor 0: .*recurrent layer.*padded to one size") as caught:
         exported.save(context_of(Recurrent(), batches, tmp_path, varying_shapes=True), tmp_path)
     assert "Guard" not in str(caught.value)
 
