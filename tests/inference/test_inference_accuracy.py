@@ -109,8 +109,10 @@ def test_scores_in_tensors_and_arrays():
     for wrong in (torch.zeros(2, 2), numpy.zeros((3, 1))):
         with pytest.raises(UnusableScores, match="2 dimensions"):
             read(wrong)
-    with pytest.raises(UnusableScores, match="no number"):
-        read([torch.zeros(3)])
+    for batches in ([torch.zeros(3)], [numpy.zeros(3), numpy.ones(2)], [numpy.array([1.0])], [[1, 0], [1]]):
+        with pytest.raises(UnusableScores, match="returned a list that holds a .* where a number should be") as several:
+            read(batches)
+        assert "into one list" in several.value.remedy
 
 
 @pytest.mark.parametrize("returned, says", [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import io
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -20,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 from saturate.errors import ArtifactDamaged  # noqa: E402 - after the check for torch
 from saturate.inference.formats import NotDeployable, _dynamic_shapes, _program, _sizes, _vetting, aoti, exported  # noqa: E402
-from saturate.inference.techniques._api import Context, Entry  # noqa: E402
+from saturate.inference.techniques._api import Context, Entry, NotApplied  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -90,6 +91,23 @@ def test_values_beside_tensors_that_change_are_not_stored(tmp_path: Path) -> Non
 
     with pytest.raises(NotDeployable, match="holds other values beside its tensors"):
         exported.save(context_of(Counts(), [(torch.randn(4, 3),)] * 2, tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("inputs, says", [
+    ([(torch.ones(4, 3), 10), (torch.ones(4, 3), 20)], r"inputs\[1\] is 10 in one, 20 in another; .* give the model a tensor there$"),
+    ([(torch.ones(4, 3), {"scale": [1, 0.5]}), (torch.ones(4, 3), {"scale": [1, math.inf]})],
+     r"inputs\[1\]\['scale'\]\[1\] is 0.5 in one, inf in another; .* a tensor there$"),
+    ([(torch.ones(4, 3), ["a", "b"]), (torch.ones(4, 3), ["a", "c"])], r"inputs\[1\]\[1\] is 'b' in one, 'c' in another$"),
+    ([(torch.ones(4, 3), None), (torch.ones(4, 3), torch.ones(4))], "that are no tensors$"),
+    ([(torch.ones(4, 3), [1]), (torch.ones(4, 3), [1, 2])], "that are no tensors$"),
+])
+def test_inputs_that_differ_in_more_than_tensors_are_named(inputs: list[tuple[Any, ...]], says: str, tmp_path: Path) -> None:
+    class Scales(torch.nn.Module):
+        def forward(self, x: torch.Tensor, other: Any) -> torch.Tensor:
+            return x.relu()
+
+    with pytest.raises(NotApplied, match=says):
+        _program.capture(context_of(Scales(), inputs, tmp_path))
 
 
 def test_a_text_that_is_none_is_not_deployable(tmp_path: Path) -> None:
@@ -219,6 +237,20 @@ def test_a_model_for_one_batch_size_is_stored_for_it(tmp_path: Path) -> None:
         call(torch.randn(8, 4))
 
 
+class CountsByLen(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(1, x.shape[1]).expand(len(x), -1)
+
+
+def test_a_size_that_len_makes_a_number_is_said_to_be_one(tmp_path: Path) -> None:
+    program = _program.capture(context_of(CountsByLen(), [(torch.randn(4, 3),)], tmp_path))
+    call = _program.callable_of(torch, program.signature, "cpu", lambda tensors: program.exported.module()(*tensors))
+    with pytest.raises(ValueError, match=r"made for \[4, 3\]: the model makes a number of the size 4 in dimension 0 .*by len\(x\)"):
+        call(torch.randn(2, 3))
+    with pytest.raises(NotApplied, match=r"len\(x\).* x.shape\[0\] stays open"):
+        _program.capture(context_of(CountsByLen(), [(torch.randn(rows, 3),) for rows in (4, 6)], tmp_path, varying_shapes=True))
+
+
 def test_varying_lengths_stay_open_together(tmp_path: Path) -> None:
     """Two inputs with one length; a batch of one row, which torch.export would take for a constant."""
     model = Attends()
@@ -281,7 +313,7 @@ class Recurrent(torch.nn.Module):
 
 def test_a_recurrent_layer_and_varying_lengths_are_refused_with_a_remedy(tmp_path: Path) -> None:
     batches = [(torch.randn(2, length, 4),) for length in (5, 9, 7)]
-    with pytest.raises(NotDeployable, match="dimension 1 of input tensor 0 is 9: recurrent layers.*pad the inputs") as caught:
+    with pytest.raises(NotDeployable, match="of the size 9 in dimension 1 of input tensor 0: .*recurrent layer.*padded to one size") as caught:
         exported.save(context_of(Recurrent(), batches, tmp_path, varying_shapes=True), tmp_path)
     assert "Guard" not in str(caught.value)
 

@@ -81,8 +81,20 @@ def _scores(returned: Any, metric: str) -> Scores:
                                  "return one number, or one value per sample")
         returned = returned.tolist()
     if isinstance(returned, (list, tuple)):
+        _refuse_batches(returned, label)
         return _per_sample([_number(value, label) for value in returned], metric)
     return Scores(_number(returned, label), metric=metric)
+
+
+def _refuse_batches(returned: Sequence[Any], label: str) -> None:
+    """A loop that appends what it has of each batch makes a list of lists: each of these may be as long as a batch. A tensor with one
+    value is a number to Python, an array with one is none from numpy 2.4 on."""
+    for value in returned:
+        several = isinstance(value, (list, tuple)) or (hasattr(value, "tolist") and getattr(value, "ndim", 0) and
+                                                       (not hasattr(value, "untyped_storage") or value.numel() != 1))
+        if several:
+            raise UnusableScores(f"{label}the check returned a {type(returned).__name__} that holds {_named(value)} where a number should be",
+                                 "put the values of all batches into one list: torch.cat(scores), numpy.concatenate(scores), or scores.extend")
 
 
 def _per_sample(values: list[float], metric: str) -> Scores:

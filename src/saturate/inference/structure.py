@@ -157,6 +157,24 @@ def same(one: Any, other: Any) -> bool:
     return any(json.dumps(form(one), sort_keys=True) == json.dumps(form(other), sort_keys=True) for form in (lambda node: node, _plain))
 
 
+def difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:
+    """Where two descriptions differ first, as Python reaches it, and what stands there in each."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for kind in ("list", "tuple", "dict", "fields"):
+            items, others = one.get(kind), other.get(kind)
+            if items is None or others is None or len(items) != len(others):
+                continue
+            steps = [(f"[{index}]", *pair) for index, pair in enumerate(zip(items, others))]
+            if kind in ("dict", "fields"):
+                if [name for name, _ in items] != [name for name, _ in others]:
+                    continue
+                steps = [(f"[{_key(item[0])!r}]" if kind == "dict" else f".{item[0]}", item[1], another[1]) for _, item, another in steps]
+            for step, item, another in steps:
+                if not same(item, another):
+                    return difference(item, another, path + step)
+    return path, one, other
+
+
 def _plain(node: Any) -> Any:
     """A description with plain dictionaries, and plain tuples for torch.return_types."""
     if not isinstance(node, dict):

@@ -31,8 +31,12 @@ _NEXT = 256
 Sizes = list[dict[int, str]]
 
 
+#: What makes a number of a size: Python asks for one.
+_NUMBERS = "by len(x), where x.shape[0] stays open, by int(), or in a loop or recurrent layer, which is unrolled"
+
+
 class Decided(ValueError):
-    """The model branches on a size that was left open, or may do so: what is captured is known to hold for some of the sizes only."""
+    """The model makes a number of a size that was left open, branches on it, or may do so: what is captured is known to hold for some of the sizes only."""
 
 
 def plans(batches: list[list[Any]], batch_size: int | None, open_sizes: bool) -> Iterator[Sizes]:
@@ -83,12 +87,14 @@ def with_one(tensors: list[Any], shapes: list[dict[str, Any]], name: str) -> lis
 
 
 def check_open(exported: Any, sizes: Sizes) -> None:
-    """Raises ValueError where torch.export made a number of a size that was to stay open."""
+    """Raises Decided where torch.export made a number of a size that was to stay open."""
     for index, (tensor, open_sizes) in enumerate(zip(_input_values(exported), sizes)):
         for dimension in open_sizes:
-            if isinstance(tensor.shape[dimension], int):
-                raise ValueError(f"the model works for size {tensor.shape[dimension]} only, in dimension {dimension} of "
-                                 f"input tensor {index}")
+            size = tensor.shape[dimension]
+            number = size if isinstance(size, int) else size.node.maybe_as_int()     # torch has numbers in the guise of open sizes, too
+            if number is not None:
+                raise Decided(f"the model makes a number of the size {number} in dimension {dimension} of input tensor "
+                              f"{index}: {_NUMBERS}")
 
 
 def shapes_and_ranges(torch: Any, exported: Any, batches: list[list[Any]], sizes: Sizes) -> dict[str, Any]:
@@ -192,7 +198,9 @@ def _input_values(exported: Any) -> list[Any]:
 
 
 def one_size_only(problem: Exception | None) -> str:
-    """What a guard on a size that varies means; "" for another problem."""
+    """What a size that could not stay open, or a guard on it, means; "" for another problem."""
+    if isinstance(problem, Decided):
+        return f"{problem}; inputs that are padded to one size would do"
     found = _GUARD.search(str(problem))
     if found is None or not re.search(_SIZE, found[1]):
         return ""
@@ -202,4 +210,5 @@ def one_size_only(problem: Exception | None) -> str:
     else:
         must = re.sub(_SIZE, r"input_\1.shape[\2]", found[1].strip())
     return (f"sizes vary in the inputs, and what is captured holds where {must}: "
-            "recurrent layers and loops are unrolled, branches on a size are decided; pad the inputs to one size")
+            "recurrent layers and loops are unrolled, branches on a size are decided, and len(x) is a number (x.shape[0] stays open); "
+            "else pad the inputs to one size")

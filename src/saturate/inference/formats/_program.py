@@ -59,8 +59,9 @@ def capture(context: Context, model: Any = None) -> Program:
     except structure.NotDescribable as error:
         raise NotApplied(f"the inputs cannot be stored: {error}") from error
     description = described[0][0]
-    if not all(structure.same(other, description) for other, _ in described):
-        raise NotApplied("the batches differ in structure or in values that are no tensors")
+    other = next((other for other, _ in described if not structure.same(other, description)), None)
+    if other is not None:
+        raise NotApplied(f"the batches differ in structure or in values that are no tensors{_where_they_differ(description, other)}")
     if any(tensor.layout != torch.strided for _, tensors in described for tensor in tensors):
         raise NotApplied("an input is sparse, and stored programs take dense tensors")
     batches = [[_plain(torch, tensor) for tensor in tensors] for _, tensors in described]
@@ -80,6 +81,17 @@ def capture(context: Context, model: Any = None) -> Program:
     if isinstance(problem, structure.NotDescribable):       # with fixed sizes too, where a size in it would be a number
         raise NotApplied(f"the output cannot be stored: {problem}{_without_cache(problem)}") from problem
     raise NotApplied(f"torch.export cannot capture the model: {_dynamic_shapes.one_size_only(problem) or short(problem)}")
+
+
+def _where_they_differ(one: Any, other: Any) -> str:
+    """The first value that is another one in another batch, and what to do about it; "" where they are arranged otherwise."""
+    path, one, other = structure.difference(one, other)
+    if not all(isinstance(node, dict) and {"value", "number"} & set(node) for node in (one, other)):
+        return ""
+    first, second = (float(node["number"]) if "number" in node else node["value"] for node in (one, other))
+    shown = f": inputs{path} is {first!r:.40} in one, {second!r:.40} in another"
+    kinds = {type(first), type(second)}
+    return f"{shown}; a program keeps it as it is: give the model a tensor there" if kinds <= {int, float, bool} else shown
 
 
 def _without_cache(problem: Exception) -> str:
