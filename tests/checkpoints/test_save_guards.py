@@ -383,6 +383,54 @@ def test_a_handler_that_saves_and_renames_while_the_training_waits(pending, disk
     assert same(torch.load(tmp_path / "preempted.pt"), state(3)) and same(torch.load(pending.with_name("last.pt")), state(2))
 
 
+@pytest.mark.parametrize("at", ["before the thread is told", "while it is written", "when it is written"])
+def test_a_save_that_is_interrupted_on_its_way_goes_on(pending, disk, tmp_path, monkeypatch, at):
+    """By the handler of a signal. Its descriptor stays its own, its memory is not given back twice, and nobody waits for ever."""
+    disk.go()
+    os.stat(pending)
+    [one] = [found for found in list(writer._alive) if not found.closed]
+    enqueue, condition = one._enqueue, one._condition
+
+    def interrupted(*job: object) -> None:
+        if at == "before the thread is told":
+            with condition:         # which wakes nobody
+                monkeypatch.setattr(condition, "_waiters", type(condition._waiters)())
+                enqueue(*job)
+        else:
+            number = enqueue(*job)
+            while at == "when it is written" and number in one.pending:
+                time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    if at != "when it is written":
+        disk.hold()
+    waiters = condition._waiters
+    with monkeypatch.context() as patched:
+        patched.setattr(one, "_enqueue", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            torch.save(state(3), pending)
+    condition._waiters = waiters
+    with as_another():
+        file = open(tmp_path / "another", "wb")         # noqa: SIM115 - it takes the first number that is free
+    with file:
+        file.write(b"mine")
+        file.flush()
+        disk.go()
+        looking = threading.Thread(target=os.stat, args=(pending,), daemon=True)
+        looking.start()
+        looking.join(10.0)
+        stuck = looking.is_alive()
+        with condition:
+            condition.notify_all()
+    assert not stuck and (tmp_path / "another").read_bytes() == b"mine"
+    disk.hold()
+    for number in (4, 5):
+        torch.save(state(number), tmp_path / f"{number}.pt")
+    disk.go()
+    assert same(torch.load(pending), state(3))
+    assert all(same(torch.load(tmp_path / f"{number}.pt"), state(number)) for number in (4, 5))
+
+
 def test_our_own_code_does_not_wait_for_what_others_wrapped_in_turn(pending, monkeypatch):
     looks = os.lstat
     monkeypatch.setattr(os, "lstat", lambda *args, **kwargs: looks(*args, **kwargs))
