@@ -306,6 +306,16 @@ def test_what_was_saved_after_it_is_not_written_either(pending, disk, capsys):
     assert same(torch.load(pending), state(3))
 
 
+def test_a_save_at_once_does_not_point_to_what_failed_meanwhile(pending, disk):
+    [one] = [found for found in list(writer._alive) if found.pending]
+    one.costs.fixed = "sync"
+    disk.error = BROKEN
+    threading.Timer(0.2, disk.go).start()
+    with pytest.raises(OSError, match="Input/output error"):
+        torch.save(state(3), pending.with_name("latest.pt"))
+    assert not pending.with_name("latest.pt").exists()
+
+
 def test_a_standard_error_that_raises(pending, disk, monkeypatch):
     """The thread says its line and lives on."""
     monkeypatch.setattr(sys, "stderr", None)
@@ -461,6 +471,24 @@ def _saves_itself(path: str) -> None:
     os._exit(0)
 
 
+def test_a_forked_child_does_not_hear_of_what_its_parent_could_not_save(pending, disk, tmp_path):
+    disk.error = BROKEN
+    disk.go()
+    while not [one for one in list(writer._alive) if one.failures]:
+        time.sleep(0.01)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            torch.save(state(3), pending.with_name("of_the_child.pt"))
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with pytest.raises(OSError, match="Input/output error"):
+        torch.save(state(4), pending)
+
+
 def test_a_forked_child_saves_by_itself(tmp_path, disk):
     with applied("thread"):
         disk.hold()
@@ -591,6 +619,21 @@ def test_a_helper_that_is_killed(tmp_path):
         assert same(torch.load(tmp_path / "a.pt"), state(2))
         torch.save(state(3), tmp_path / "a.pt")
         assert same(torch.load(tmp_path / "a.pt"), state(3))
+
+
+def test_what_a_helper_that_ended_has_written_is_written_again(tmp_path, monkeypatch):
+    class Ended:
+        def write(self, descriptor: int, *_: object) -> None:
+            os.write(descriptor, b"x" * (1 << 22))
+            raise writer.persist.HelperGone
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(writer.persist, "Helper", Ended)
+    with applied("process"):
+        torch.save(state(1), tmp_path / "model.pt")
+        assert same(torch.load(tmp_path / "model.pt"), state(1)) and os.path.getsize(tmp_path / "model.pt") < 1 << 22
 
 
 def test_a_helper_ends_at_once_whoever_else_holds_its_socket():
