@@ -200,6 +200,16 @@ def test_all_ways_to_name_the_file_and_to_load_it(job):
         load(job.folder / "nothing.pt")
 
 
+def test_an_open_file_whose_name_leads_to_another_is_loaded_itself(job, monkeypatch):
+    states = [job.save(f"ckpt_{step}.pt") for step in range(3)]
+    (job.folder / "other").mkdir()
+    os.rename(job.folder / "ckpt_1.pt", job.folder / "other" / "ckpt_2.pt")
+    monkeypatch.chdir(job.folder / "other")
+    with open("ckpt_2.pt", "rb") as stream:
+        monkeypatch.chdir(job.folder)
+        assert equal(load(stream), states[1])
+
+
 def test_a_copy_by_shutil_is_plain(job, monkeypatch, capsys):
     states = [job.save(f"ckpt_{step}.pt") for step in range(3)]
     monkeypatch.setattr(shutil, "copyfile", pointer.copying(shutil.copyfile))

@@ -306,6 +306,16 @@ def test_what_was_saved_after_it_is_not_written_either(pending, disk, capsys):
     assert same(torch.load(pending), state(3))
 
 
+def test_a_save_at_once_does_not_point_to_what_failed_meanwhile(pending, disk):
+    [one] = [found for found in list(writer._alive) if found.pending]
+    one.costs.fixed = "sync"
+    disk.error = BROKEN
+    threading.Timer(0.2, disk.go).start()
+    with pytest.raises(OSError, match="Input/output error"):
+        torch.save(state(3), pending.with_name("latest.pt"))
+    assert not pending.with_name("latest.pt").exists()
+
+
 def test_a_standard_error_that_raises(pending, disk, monkeypatch):
     """The thread says its line and lives on."""
     monkeypatch.setattr(sys, "stderr", None)
@@ -383,6 +393,54 @@ def test_a_handler_that_saves_and_renames_while_the_training_waits(pending, disk
     assert same(torch.load(tmp_path / "preempted.pt"), state(3)) and same(torch.load(pending.with_name("last.pt")), state(2))
 
 
+@pytest.mark.parametrize("at", ["before the thread is told", "while it is written", "when it is written"])
+def test_a_save_that_is_interrupted_on_its_way_goes_on(pending, disk, tmp_path, monkeypatch, at):
+    """By the handler of a signal. Its descriptor stays its own, its memory is not given back twice, and nobody waits for ever."""
+    disk.go()
+    os.stat(pending)
+    [one] = [found for found in list(writer._alive) if not found.closed]
+    enqueue, condition = one._enqueue, one._condition
+
+    def interrupted(*job: object) -> None:
+        if at == "before the thread is told":
+            with condition:         # which wakes nobody
+                monkeypatch.setattr(condition, "_waiters", type(condition._waiters)())
+                enqueue(*job)
+        else:
+            number = enqueue(*job)
+            while at == "when it is written" and number in one.pending:
+                time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    if at != "when it is written":
+        disk.hold()
+    waiters = condition._waiters
+    with monkeypatch.context() as patched:
+        patched.setattr(one, "_enqueue", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            torch.save(state(3), pending)
+    condition._waiters = waiters
+    with as_another():
+        file = open(tmp_path / "another", "wb")         # noqa: SIM115 - it takes the first number that is free
+    with file:
+        file.write(b"mine")
+        file.flush()
+        disk.go()
+        looking = threading.Thread(target=os.stat, args=(pending,), daemon=True)
+        looking.start()
+        looking.join(10.0)
+        stuck = looking.is_alive()
+        with condition:
+            condition.notify_all()
+    assert not stuck and (tmp_path / "another").read_bytes() == b"mine"
+    disk.hold()
+    for number in (4, 5):
+        torch.save(state(number), tmp_path / f"{number}.pt")
+    disk.go()
+    assert same(torch.load(pending), state(3))
+    assert all(same(torch.load(tmp_path / f"{number}.pt"), state(number)) for number in (4, 5))
+
+
 def test_our_own_code_does_not_wait_for_what_others_wrapped_in_turn(pending, monkeypatch):
     looks = os.lstat
     monkeypatch.setattr(os, "lstat", lambda *args, **kwargs: looks(*args, **kwargs))
@@ -411,6 +469,24 @@ def test_a_forked_child_waits_by_itself(pending, disk):
 def _saves_itself(path: str) -> None:
     torch.save(state(9), path)
     os._exit(0)
+
+
+def test_a_forked_child_does_not_hear_of_what_its_parent_could_not_save(pending, disk, tmp_path):
+    disk.error = BROKEN
+    disk.go()
+    while not [one for one in list(writer._alive) if one.failures]:
+        time.sleep(0.01)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            torch.save(state(3), pending.with_name("of_the_child.pt"))
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with pytest.raises(OSError, match="Input/output error"):
+        torch.save(state(4), pending)
 
 
 def test_a_forked_child_saves_by_itself(tmp_path, disk):
@@ -543,6 +619,21 @@ def test_a_helper_that_is_killed(tmp_path):
         assert same(torch.load(tmp_path / "a.pt"), state(2))
         torch.save(state(3), tmp_path / "a.pt")
         assert same(torch.load(tmp_path / "a.pt"), state(3))
+
+
+def test_what_a_helper_that_ended_has_written_is_written_again(tmp_path, monkeypatch):
+    class Ended:
+        def write(self, descriptor: int, *_: object) -> None:
+            os.write(descriptor, b"x" * (1 << 22))
+            raise writer.persist.HelperGone
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(writer.persist, "Helper", Ended)
+    with applied("process"):
+        torch.save(state(1), tmp_path / "model.pt")
+        assert same(torch.load(tmp_path / "model.pt"), state(1)) and os.path.getsize(tmp_path / "model.pt") < 1 << 22
 
 
 def test_a_helper_ends_at_once_whoever_else_holds_its_socket():

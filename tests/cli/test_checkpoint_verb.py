@@ -407,6 +407,24 @@ def test_gc_removes_nothing_that_a_file_may_name_where_it_cannot_read(folder, ca
     assert run(capsys, "export", str(best / "ckpt_2.pt"))[0] == 0
 
 
+def test_gc_keeps_what_a_script_renames_while_it_looks(folder, capsys, monkeypatch, tmp_path_factory):
+    """Its folder is listed, and then the file has another name."""
+    other = tmp_path_factory.mktemp("other")
+    os.rename(folder / "ckpt_2.pt", other / "last.pt")
+    for step in (3, 4, 5):
+        os.unlink(folder / f"ckpt_{step}.pt")
+    look = pointer.look
+
+    def renamed(path):
+        if Path(path) == other / "last.pt":
+            os.rename(path, other / "best.pt")
+        return look(path)
+
+    monkeypatch.setattr(pointer, "look", renamed)
+    assert len(found(capsys, "gc", "--delete", "--look-in", str(other))["removed"]) == 3
+    assert run(capsys, "export", str(other / "best.pt"))[0] == 0
+
+
 def test_where_a_folder_may_have_been_renamed_to_is_looked_for_as_far_as_that_can_be(tmp_path, monkeypatch):
     """Its siblings may be somebody else's."""
     (tmp_path / "runs" / "other").mkdir(parents=True)

@@ -725,6 +725,19 @@ def test_batch_norm_is_refused_unless_it_is_frozen():
     assert "micro-batch" in context.notes
 
 
+def test_gradients_that_are_divided_by_frequency_are_refused():
+    """Of a few samples without an index that occurs twice, they are the same in chunks."""
+    def embeds(self, x):
+        return self.linear(self.table(x))
+
+    model = body(embeds, table=torch.nn.Embedding(1000, 6, scale_grad_by_freq=True))
+    assert "how often an index occurs" in refused_at_once(model)
+    bags = body(embeds, table=torch.nn.EmbeddingBag(1000, 6, scale_grad_by_freq=True))
+    assert "how often an index occurs" in refused_at_once(bags)
+    model.table.weight.requires_grad_(False)        # nothing is divided
+    assert not _chunk_proof.census(model, torch)
+
+
 def mixes(self, x):
     return self.linear(x) - self.linear(x).mean(0)
 

@@ -61,8 +61,10 @@ def plan(store: Store, keep: int, keep_every: int | None, places: list[Path]) ->
     store.refresh()
     found, damaged = manifests.all_of(store)
     plan = Plan(damaged=damaged, store_bytes=store.pack_bytes())
-    named = _named([Path(m.path).parent for m in found], store.folder, _DEEPEST, plan.unread)
-    named |= _named(places, store.folder, None, plan.unread)
+    named: dict[str, Path] = {}
+    for _ in range(2):      # a file that a script renames meanwhile may be seen under neither name, but not twice
+        named |= _named([Path(m.path).parent for m in found], store.folder, _DEEPEST, plan.unread)
+        named |= _named(places, store.folder, None, plan.unread)
     plan.unsure = UNFOUND if not places else f"{UNSEEN} {next(iter(plan.unread))}" if plan.unread else ""
     newest: dict[str, int] = defaultdict(int)
     for manifest in reversed(found):

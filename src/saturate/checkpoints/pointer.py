@@ -181,12 +181,21 @@ def _path_of(f: Any) -> str | None:
     else:
         path = getattr(f, "name", None)
         try:
-            fresh = isinstance(path, str) and f.tell() == 0
+            fresh = isinstance(path, str) and f.tell() == 0 and _leads_to(path, f)
         except (AttributeError, OSError, ValueError):       # not a file, a pipe, or closed
             fresh = False
         if not fresh:
             return None
     return path if isinstance(path, str) else None
+
+
+def _leads_to(path: str, f: Any) -> bool:
+    """Whether an open file is still where its name leads: it may have been renamed, or the script changed its folder."""
+    try:
+        here = os.fstat(f.fileno())
+    except (AttributeError, OSError, ValueError):
+        return True                     # a library's kind, which does not tell
+    return os.path.samestat(here, os.stat(path))
 
 
 def plain(path: Path, folder: Path | None = None, output: Path | None = None) -> manifests.Manifest | None:

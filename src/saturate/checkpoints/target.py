@@ -39,6 +39,7 @@ class Target:
         self.folder = os.path.dirname(self.path)
         self.before = _existing(self.path)
         self.over = False                               # the old file is the one that is written
+        self.queued = False                             # somebody else writes and publishes it
         self.temporary, self.descriptor = durable.open_locked(self.folder, LITTER)
         try:
             self._like_before()

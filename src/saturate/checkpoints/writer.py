@@ -131,12 +131,14 @@ class Writer:
                     write = functools.partial(self._write_staged, target, way, request, staged, over)
                     self._enqueue(target.path, target.folder, write, target, staged, size)
             except BaseException as error:
+                if target.queued:           # the interruption came when it was on its way already, and it goes on
+                    raise
                 target.discard()
                 if isinstance(error, OSError) and error.errno in NO_ROOM and target.before is not None and not target.over:
                     notices.tell(f"saturate: there is no room for the new {path} beside the old one, which stays whole: async-checkpoint needs "
                                  f"{sizes.decimal(size)} more on that disk than saves without it\n")
-                with self._condition:       # an interruption may come when it is on its way already
-                    if staged is not None and not any(job.staged is staged for job in self.pending.values()):
+                if staged is not None:
+                    with self._condition:
                         self._give_back(staged)
                 raise
         self.count(way, size, time.perf_counter() - began)
@@ -235,6 +237,8 @@ class Writer:
             self._start()
             self._number += 1
             job = Job(self._number, path, folder, perform, target, staged, size, threading.get_ident())
+            if target is not None:
+                target.queued = True
             self.pending[job.number] = job
             self._queue.append(job)
             self._condition.notify_all()
@@ -330,6 +334,7 @@ class Writer:
             self._await_parent(max(wanted, default=0))
             return
         with self._condition:
+            self._condition.notify_all()        # an interruption may have come before the thread was told of a job
             self._condition.wait_for(lambda: not any(number in self.pending for number in wanted))
 
     def _await_parent(self, number: int) -> None:

@@ -61,6 +61,8 @@ def census(module: Any, torch: Any, then: str = "which would run for each chunk"
             return f"{where} normalizes over the batch, so its samples depend on each other"
         if isinstance(child, nn.modules.instancenorm._InstanceNorm) and child.training and child.track_running_stats:
             return f"{where} keeps running statistics of each batch"
+        if getattr(child, "scale_grad_by_freq", False) and child.weight.requires_grad:
+            return f"{where} divides gradients by how often an index occurs in the batch, so its samples depend on each other"
         if type(child).__name__.startswith(("FullySharded", "FSDP")):
             return "its parameters are sharded (FSDP)"
         if child is not module and (hook := _own_hook(child)):
