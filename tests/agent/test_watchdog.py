@@ -190,6 +190,37 @@ def test_the_exit_code_of_a_run_that_is_to_stop(steps, bad, said, frozen, tmp_pa
     assert (tmp_path / "kept.txt").read_text() == "not flushed yet"
 
 
+#: Goes on in a child, as Lightning's `ddp_fork` and notebook launchers do; the loader, or also the optimizer, may be made by the parent.
+IN_A_CHILD = """
+import multiprocessing, sys, torch
+def train():
+    kept = open("kept.txt", "w"); kept.write("not flushed yet")
+    model = torch.nn.Linear(8, 1); optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, 10):
+        optimizer.zero_grad(); loss = model(torch.ones(4, 8)).pow(2).mean()
+        (loss * float("nan") if step >= 3 else loss).backward(); optimizer.step()
+    END
+if __name__ == "__main__":
+    BEFORE
+    child = multiprocessing.get_context(sys.argv[1]).Process(target=train); child.start(); child.join()
+    print("ended with", child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("before, end, code", [
+    ("pass", "pass", 5), ("torch.utils.data.DataLoader([0])", "pass", 5), ("pass", "sys.exit(0)", 5), ("pass", "raise ValueError('its own')", 1)])
+def test_the_end_of_a_child_is_heard_of(before, end, code, method, tmp_path):
+    """A forked one calls nothing that was registered for the end: a NaN in its last steps was passed over, and it ended with 0."""
+    (tmp_path / "train.py").write_text(IN_A_CHILD.replace("BEFORE", before).replace("END", end))
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "train.py", method], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    code = 5 if method == "spawn" else code         # as of a script that is not a child's
+    assert (done.returncode, done.stdout) == (0, f"ended with {code}\n"), done.stderr
+    assert done.stderr.count("the loss became nan at step 3\n") == 1 and ("ValueError: its own" in done.stderr) is ("its own" in end)
+    assert (tmp_path / "kept.txt").read_text() == "not flushed yet"
+
+
 @pytest.mark.parametrize("variables, said", [({"RANK": "16"}, ""), ({"RANK": "r"}, ""), ({"RANK": "1", "WORLD_SIZE": "4"}, " (rank 1)")])
 def test_the_rank_of_what_diverges(variables, said, monkeypatch, capsys):
     for name, value in variables.items():

@@ -17,7 +17,18 @@ import time
 import weakref
 from typing import Any
 
-from saturate.agent import graphs, leaves, motif, observe, override, succession, takeover, threadbound, timeline
+from saturate.agent import (
+    ending,
+    graphs,
+    leaves,
+    motif,
+    observe,
+    override,
+    succession,
+    takeover,
+    threadbound,
+    timeline,
+)
 from saturate.agent.guest import Guest
 from saturate.agent.optimizers import Optimizers
 from saturate.data import batches
@@ -54,6 +65,7 @@ class Session(Guest):
         self.pid = os.getpid()
         self.context = Context(torch)
         super().__init__(self.context.undo)
+        self.ending = ending.Ending(self._leave_as_diverged)
         self.timeline = timeline.Timeline(torch, _CLOCK, self.drain, lambda: self.accelerators)
         self.phase = "asleep"
         step = plan.get("step")
@@ -158,6 +170,13 @@ class Session(Guest):
         if not self.counts and get_worker_info() is None:
             self.pid = os.getpid()
             self._woke = _CLOCK()
+            self.ending.listen()
+
+    def _leave_as_diverged(self) -> None:
+        if self.plan.get("diverged"):
+            from saturate.agent import watchdog
+
+            watchdog.leave()
 
     def loader_arguments(self, loader: Any, init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments to build a DataLoader with, after techniques rewrote them."""
