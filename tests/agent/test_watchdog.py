@@ -79,6 +79,30 @@ def test_tasks_that_take_turns_have_losses_of_their_own_sizes(capsys):
     assert "the loss jumped to 1e+06" in capsys.readouterr().err
 
 
+#: Each fold begins where the one before has long left: at losses a hundred times as large.
+FOLDS = """
+import torch
+torch.manual_seed(0)
+x = torch.randn(64, 4); y = x @ torch.ones(4, 1)
+for fold in range(4):
+    model = torch.nn.Linear(4, 1); optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for step in range(200):
+        optimizer.zero_grad(); loss = (model(x) - y).pow(2).mean() + 0.01; loss = loss * 1e9 if fold == DIVERGES and step >= 100 else loss
+        loss.backward(); optimizer.step()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("diverges", [-1, 0, 1, 2])
+def test_the_next_fold_is_no_divergence(diverges, tmp_path):
+    """`--on-divergence stop` ended every cross-validation in its second fold."""
+    (tmp_path / "train.py").write_text(FOLDS.replace("DIVERGES", str(diverges)))
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (0 if diverges < 0 else 5), done.stderr
+    assert ("saturate: the loss " in done.stderr) is (diverges >= 0)
+
+
 def test_nan_in_a_step_of_several_micro_steps(capsys):
     training = Training(micro_steps=3)
     for number in range(1, 40):
