@@ -21,7 +21,7 @@ class Training:
 
     def __init__(self, found_after: int = 3, micro_steps: int = 1, action: str = "warn"):
         self.session = types.SimpleNamespace(
-            torch=torch, backwards=0, tokens=[], boundaries=0, step=None, scaler=None, plan={}, asleep=False)
+            torch=torch, backwards=0, tokens=[], boundaries=0, parts=0, step=None, scaler=None, plan={}, asleep=False)
         self.watchdog = Watchdog(action)
         self.found_after, self.steps = found_after, 0
         self.tokens = ["B"] * micro_steps + ["S0"]
@@ -91,6 +91,26 @@ for fold in range(4):
         loss.backward(); optimizer.step()
 print("done")
 """
+
+
+#: Five steps of the critic look like steps until the generator's optimizer steps for the first time.
+CRITIC = """
+import torch
+critic, maker = torch.nn.Linear(8, 1), torch.nn.Linear(4, 8)
+d = torch.optim.SGD(critic.parameters(), lr=1e-4); g = torch.optim.SGD(maker.parameters(), lr=1e-4)
+for step in range(1, 41):
+    for _ in range(5):
+        d.zero_grad(); critic(maker(torch.ones(2, 4)).detach()).mean().backward(); d.step()
+    g.zero_grad(); loss = critic(maker(torch.ones(2, 4))).mean(); (loss * float("nan") if step >= 20 else loss).backward(); g.step()
+"""
+
+
+def test_parts_of_a_step_are_not_counted_as_steps(tmp_path):
+    """It was at step 23."""
+    (tmp_path / "train.py").write_text(CRITIC)
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 5 and "the loss became nan at step 20\n" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("diverges", [-1, 0, 1, 2])

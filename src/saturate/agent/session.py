@@ -77,6 +77,7 @@ class Session(Guest):
         self.watch = observe.ChangeWatch()
         self.occurrences = 0
         self.boundaries = 0
+        self.parts = 0                          # of `boundaries`, those of what turned out to be a part of a step
         self.backwards = 0
         self.optimizers = Optimizers()
         self.context.built_optimizers = self.optimizers.constructed
@@ -347,7 +348,7 @@ class Session(Guest):
     def steps_seen(self) -> int:
         """Steps since the start, those before the motif was found included."""
         early = self.tokens.count(self.step.token) // self.step.count if self.step else 0
-        return max(0, early - 1) + self.boundaries
+        return max(0, early - 1) + self.boundaries - self.parts
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -401,7 +402,7 @@ class Session(Guest):
 
     def _rediscover(self) -> None:
         """An optimizer turned up that the motif does not hold: what looked like a step was a part of one."""
-        self.step = None
+        self.step, self.parts = None, self.boundaries
         self.phase = "discover"
         self.occurrences = 0
 

@@ -170,7 +170,7 @@ def _step_of(session: Any, moment: Moment) -> int:
     if session.step is None:
         return backwards
     # The boundary at which the motif was found counts among the tokens as well.
-    return session.tokens[:tokens].count(session.step.token) // session.step.count + max(0, boundaries - 1) + 1
+    return session.tokens[:tokens].count(session.step.token) // session.step.count + max(0, boundaries - session.parts - 1) + 1
 
 
 def _sums(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
