@@ -21,7 +21,7 @@ class Training:
 
     def __init__(self, found_after: int = 3, micro_steps: int = 1, action: str = "warn"):
         self.session = types.SimpleNamespace(
-            torch=torch, backwards=0, tokens=[], boundaries=0, step=None, scaler=None, plan={}, asleep=False)
+            torch=torch, backwards=0, tokens=[], boundaries=0, parts=0, step=None, scaler=None, plan={}, asleep=False)
         self.watchdog = Watchdog(action)
         self.found_after, self.steps = found_after, 0
         self.tokens = ["B"] * micro_steps + ["S0"]
@@ -77,6 +77,50 @@ def test_tasks_that_take_turns_have_losses_of_their_own_sizes(capsys):
         training.step(1e6 if number == 4 else 1.0)
     training.watchdog.finish(training.session)
     assert "the loss jumped to 1e+06" in capsys.readouterr().err
+
+
+#: Each fold begins where the one before has long left: at losses a hundred times as large.
+FOLDS = """
+import torch
+torch.manual_seed(0)
+x = torch.randn(64, 4); y = x @ torch.ones(4, 1)
+for fold in range(4):
+    model = torch.nn.Linear(4, 1); optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for step in range(200):
+        optimizer.zero_grad(); loss = (model(x) - y).pow(2).mean() + 0.01; loss = loss * 1e9 if fold == DIVERGES and step >= 100 else loss
+        loss.backward(); optimizer.step()
+print("done")
+"""
+
+
+#: Five steps of the critic look like steps until the generator's optimizer steps for the first time.
+CRITIC = """
+import torch
+critic, maker = torch.nn.Linear(8, 1), torch.nn.Linear(4, 8)
+d = torch.optim.SGD(critic.parameters(), lr=1e-4); g = torch.optim.SGD(maker.parameters(), lr=1e-4)
+for step in range(1, 41):
+    for _ in range(5):
+        d.zero_grad(); critic(maker(torch.ones(2, 4)).detach()).mean().backward(); d.step()
+    g.zero_grad(); loss = critic(maker(torch.ones(2, 4))).mean(); (loss * float("nan") if step >= 20 else loss).backward(); g.step()
+"""
+
+
+def test_parts_of_a_step_are_not_counted_as_steps(tmp_path):
+    """It was at step 23."""
+    (tmp_path / "train.py").write_text(CRITIC)
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 5 and "the loss became nan at step 20\n" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("diverges", [-1, 0, 1, 2])
+def test_the_next_fold_is_no_divergence(diverges, tmp_path):
+    """`--on-divergence stop` ended every cross-validation in its second fold."""
+    (tmp_path / "train.py").write_text(FOLDS.replace("DIVERGES", str(diverges)))
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (0 if diverges < 0 else 5), done.stderr
+    assert ("saturate: the loss " in done.stderr) is (diverges >= 0)
 
 
 def test_nan_in_a_step_of_several_micro_steps(capsys):
@@ -187,6 +231,37 @@ def test_the_exit_code_of_a_run_that_is_to_stop(steps, bad, said, frozen, tmp_pa
                           capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (5, said), done.stderr
     assert f"the loss became nan at step {bad}\n" in done.stderr
+    assert (tmp_path / "kept.txt").read_text() == "not flushed yet"
+
+
+#: Goes on in a child, as Lightning's `ddp_fork` and notebook launchers do; the loader, or also the optimizer, may be made by the parent.
+IN_A_CHILD = """
+import multiprocessing, sys, torch
+def train():
+    kept = open("kept.txt", "w"); kept.write("not flushed yet")
+    model = torch.nn.Linear(8, 1); optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, 10):
+        optimizer.zero_grad(); loss = model(torch.ones(4, 8)).pow(2).mean()
+        (loss * float("nan") if step >= 3 else loss).backward(); optimizer.step()
+    END
+if __name__ == "__main__":
+    BEFORE
+    child = multiprocessing.get_context(sys.argv[1]).Process(target=train); child.start(); child.join()
+    print("ended with", child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("before, end, code", [
+    ("pass", "pass", 5), ("torch.utils.data.DataLoader([0])", "pass", 5), ("pass", "sys.exit(0)", 5), ("pass", "raise ValueError('its own')", 1)])
+def test_the_end_of_a_child_is_heard_of(before, end, code, method, tmp_path):
+    """A forked one calls nothing that was registered for the end: a NaN in its last steps was passed over, and it ended with 0."""
+    (tmp_path / "train.py").write_text(IN_A_CHILD.replace("BEFORE", before).replace("END", end))
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "train.py", method], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    code = 5 if method == "spawn" else code         # as of a script that is not a child's
+    assert (done.returncode, done.stdout) == (0, f"ended with {code}\n"), done.stderr
+    assert done.stderr.count("the loss became nan at step 3\n") == 1 and ("ValueError: its own" in done.stderr) is ("its own" in end)
     assert (tmp_path / "kept.txt").read_text() == "not flushed yet"
 
 

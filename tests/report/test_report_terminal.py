@@ -304,3 +304,10 @@ def test_what_had_no_gain_of_its_own_was_tried_all_the_same(fate):
     said = " ".join(plain(record, 120).split())
     assert said.startswith("Undecided within the budget") and "what was tried shows no gain that counts, and the budget ended before the rest" in said
     assert "before anything could be tried" not in said
+
+
+def test_the_next_command_gives_no_less_time_than_was_given():
+    """After half an hour without a decision, the same in ten minutes was what to do next."""
+    record = studies.ALL["too_noisy"]()
+    for budget_s, options in ((240.0, ""), (600.0, ""), (1790.0, "--budget 30m ")):
+        assert f"saturate tune {options}-- " in words.next_command(msgspec.structs.replace(record, budget_s=budget_s))

@@ -94,6 +94,9 @@ CASES = {
     "crashes in step 3": Case(
         TRAINING + "for i in range(9):\n    step()\n    if i == 2: raise ValueError('in step 3')", 4, "ValueError: in step 3"),
     "exits in step 3": Case(TRAINING + "for _ in range(3): step()", 0, "ended after 3 training steps"),
+    "exits in step 3 of a forked child": Case(
+        TRAINING + "def train():\n    for _ in range(3): step()\nimport multiprocessing\n"
+        "child = multiprocessing.get_context('fork').Process(target=train); child.start(); child.join()", 0, "ended after 3 training steps"),
     "crashes after measuring began": Case(
         TRAINING + "for i in range(99):\n    step()\n    if i == 40: raise ValueError('in step 40')", 4, "ValueError: in step 40"),
     "ends after measuring began": Case(TRAINING + "for _ in range(40): step()", 0, "more steps"),

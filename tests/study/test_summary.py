@@ -49,7 +49,7 @@ def test_what_the_budget_did_not_reach_is_named():
 def test_the_options_of_a_request_ask_the_same_question_again():
     """Else the command that a report ends with would begin another study, instead of going on with this one."""
     line = ["--only", "compile,bf16-autocast", "--skip", "tf32", "--allow", "convergence", "--threshold", "5%", "--fit", "2GiB",
-            "--step", "optimizer:1", "--race", "alternate", "--dir", "/tmp/elsewhere", "--budget", "90s"]
+            "--step", "optimizer:1", "--timeout", "20m", "--race", "alternate", "--dir", "/tmp/elsewhere", "--budget", "90s"]
 
     def asked(line: list[str]) -> Request:
         parser = argparse.ArgumentParser()
@@ -57,10 +57,11 @@ def test_the_options_of_a_request_ask_the_same_question_again():
         given = parser.parse_args(line)
         return Request(argv=["python", "train.py"], cwd=Path.cwd(), environment={}, directory=given.dir.absolute(), budget_s=given.budget,
                        threshold=given.threshold, only=given.only, skip=given.skip, allow_convergence=given.allow == "convergence",
-                       race_mode=given.race, step=given.step, limit_bytes=given.fit)
+                       race_mode=given.race, step=given.step, timeout_s=given.timeout, limit_bytes=given.fit)
 
     again = asked(asked(line).options())
     assert again.identity() == asked(line).identity() and again.directory == Path("/tmp/elsewhere")
+    assert again.timeout_s == 1200.0        # what starts without a word for ten minutes was called hung
     assert asked([]).options() == []
 
 

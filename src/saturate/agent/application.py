@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import inspect
 import json
 import os
-import sys
 import traceback
 from collections.abc import Collection
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 from saturate import notices
 from saturate.agent import observe, override, sample, succession
+from saturate.agent.ending import uncaught
 from saturate.agent.inspection import Inspection
 from saturate.techniques._api import NotApplied
 
@@ -48,10 +47,10 @@ def on_wake(session: Any) -> None:
         from saturate.agent.watchdog import Watchdog
 
         session.watchdog = Watchdog(session.plan.get("on_divergence", "warn"), adds_up=any(map(_merges, session.plan["techniques"])))
-        atexit.register(session.guard, session.watchdog.finish, session)
-        atexit.register(session.guard, _report_end, session)
+        session.ending.call(session.guard, session.watchdog.finish, session)
+        session.ending.call(session.guard, _report_end, session)
     if "ended" in session.plan:
-        atexit.register(session.guard, _leave_word, session)
+        session.ending.call(session.guard, _leave_word, session)
     early.install(session, apply_stage)
     if session.plan.get("fit") is not None:
         from saturate.agent import batching
@@ -152,7 +151,7 @@ def _connect(session: Any) -> None:
     if session.gate is None:        # a motif that changed keeps its connection
         session.gate = Gate(session.plan, hello, session.timeline, session.clock, session.drain,
                             lambda order: answer(session, order), lambda: standing(session))
-        atexit.register(_farewell, session)
+        session.ending.call(_farewell, session)
     else:
         session.gate.greet(hello)
     if session.capture is not None:
@@ -170,7 +169,7 @@ def _farewell(session: Any) -> None:
     if session.window is not None:
         session.guard(session.window.withdraw)
     try:
-        session.gate.tell({"at": "ended", "steps": session.steps_seen, "raised": _uncaught() is not None, **_batches(session)})
+        session.gate.tell({"at": "ended", "steps": session.steps_seen, "raised": uncaught() is not None, **_batches(session)})
     except OSError:
         pass        # the controller is gone: nobody is left to tell
 
@@ -384,11 +383,6 @@ def _report_unproved(session: Any, told: Collection[str]) -> None:
             notices.tell(f"saturate: {entry['id']} was not in effect when the script ended: {proof.evidence}\n")
 
 
-def _uncaught() -> BaseException | None:
-    """The exception that ended the script, which the interpreter keeps for debuggers."""
-    return getattr(sys, "last_value", None)
-
-
 def _died_of_memory(session: Any) -> bool:
-    error = _uncaught()
+    error = uncaught()
     return error is not None and out_of_memory(error, session.torch)

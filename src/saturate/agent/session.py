@@ -17,7 +17,18 @@ import time
 import weakref
 from typing import Any
 
-from saturate.agent import graphs, leaves, motif, observe, override, succession, takeover, threadbound, timeline
+from saturate.agent import (
+    ending,
+    graphs,
+    leaves,
+    motif,
+    observe,
+    override,
+    succession,
+    takeover,
+    threadbound,
+    timeline,
+)
 from saturate.agent.guest import Guest
 from saturate.agent.optimizers import Optimizers
 from saturate.data import batches
@@ -54,6 +65,7 @@ class Session(Guest):
         self.pid = os.getpid()
         self.context = Context(torch)
         super().__init__(self.context.undo)
+        self.ending = ending.Ending(self._leave_as_diverged)
         self.timeline = timeline.Timeline(torch, _CLOCK, self.drain, lambda: self.accelerators)
         self.phase = "asleep"
         step = plan.get("step")
@@ -65,6 +77,7 @@ class Session(Guest):
         self.watch = observe.ChangeWatch()
         self.occurrences = 0
         self.boundaries = 0
+        self.parts = 0                          # of `boundaries`, those of what turned out to be a part of a step
         self.backwards = 0
         self.optimizers = Optimizers()
         self.context.built_optimizers = self.optimizers.constructed
@@ -158,6 +171,13 @@ class Session(Guest):
         if not self.counts and get_worker_info() is None:
             self.pid = os.getpid()
             self._woke = _CLOCK()
+            self.ending.listen()
+
+    def _leave_as_diverged(self) -> None:
+        if self.plan.get("diverged"):
+            from saturate.agent import watchdog
+
+            watchdog.leave()
 
     def loader_arguments(self, loader: Any, init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments to build a DataLoader with, after techniques rewrote them."""
@@ -328,7 +348,7 @@ class Session(Guest):
     def steps_seen(self) -> int:
         """Steps since the start, those before the motif was found included."""
         early = self.tokens.count(self.step.token) // self.step.count if self.step else 0
-        return max(0, early - 1) + self.boundaries
+        return max(0, early - 1) + self.boundaries - self.parts
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -382,7 +402,7 @@ class Session(Guest):
 
     def _rediscover(self) -> None:
         """An optimizer turned up that the motif does not hold: what looked like a step was a part of one."""
-        self.step = None
+        self.step, self.parts = None, self.boundaries
         self.phase = "discover"
         self.occurrences = 0
 

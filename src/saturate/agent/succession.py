@@ -32,7 +32,7 @@ def meet(session: Any, name: str, optimizer: Any) -> bool:
             return False
         # Of a step that was known before it began, and of one that the user named and nobody saw yet, nobody is a successor.
         if session.succession is None and not session.awaited:
-            session.succession = Succession(step, session.phase, len(session.tokens))
+            session.succession = Succession(step, session.phase, len(session.tokens), session.backwards, session.parts)
     _hold(session, name, optimizer)
     return known
 
@@ -63,7 +63,9 @@ def follow(session: Any, token: str) -> str:
     watch.recount(session.counts)
     session.optimizers.roles.update(roles)
     session.succeeded += 1
-    session.step, session.phase = watch.step, watch.phase
+    session.step, session.phase, session.parts = watch.step, watch.phase, watch.parts
+    if session.watchdog is not None:
+        session.watchdog.goes_on_with_another(session, watch.since)
     session.occurrences = watch.step.count - 1
     del session.tokens[watch.recorded:]
     session.succession, session.evaluated = None, True
@@ -92,11 +94,13 @@ def heirs(session: Any) -> list[Any]:
 class Succession:
     """Watches what happens after an optimizer that the known step does not hold has stepped."""
 
-    def __init__(self, step: Step, phase: str, recorded: int):
+    def __init__(self, step: Step, phase: str, recorded: int, backwards: int, parts: int):
         self.step = step
         self.phase = phase                      # of the session, to go on in
         self.recorded = recorded                # events that the search for the step held by then
         leading = next(index for index, token in enumerate(step.tokens) if token != "B")
+        self.parts = parts                      # of the session, to go on with
+        self.since = backwards + 1 - max(1, leading)        # the newcomers' first backward pass
         self._recent: deque[str] = deque(step.tokens[:leading], maxlen=PERIODS * len(step.tokens))
         self._since = Counter(self._recent)     # all of them, to be counted as one step in the end
 

@@ -60,19 +60,28 @@ class Watchdog:
         if session.boundaries % EVERY == 0:
             self._look(session)
 
+    def goes_on_with_another(self, session: Any, since: int) -> None:
+        """What is trained has been something else since this backward pass, the next fold, say. What is usual for it is not known yet; what
+        was before is judged by what was usual then."""
+        others = [entry for entry in self._fresh if entry[0][0] >= since]
+        self._fresh = [entry for entry in self._fresh if entry[0][0] < since]
+        self._look(session, whole=True)
+        self.history, self.largest, self._fresh = [], -math.inf, others
+
     def finish(self, session: Any) -> None:
         """The script has ended: judge what was not judged yet. Its exit code is changed last of all: see `leave`."""
         if session.asleep:
             return
-        self._look(session, at_end=True)
+        self._look(session, whole=True, at_end=True)
 
-    def _look(self, session: Any, at_end: bool = False) -> None:
+    def _look(self, session: Any, whole: bool = False, at_end: bool = False) -> None:
+        """`whole`: also at what has to be waited for."""
         ready, self._copied = self._copied, []
         fresh, self._fresh = self._fresh, []
         if fresh:
             moments, losses = zip(*fresh)
             host, event = _to_host(session.torch, losses)
-            (ready if event is None or at_end else self._copied).append((list(moments), host, event))
+            (ready if event is None or whole else self._copied).append((list(moments), host, event))
         for moments, host, event in ready:
             if event is not None:
                 event.synchronize()     # an interval old: over, unless the device is that far behind
@@ -161,7 +170,7 @@ def _step_of(session: Any, moment: Moment) -> int:
     if session.step is None:
         return backwards
     # The boundary at which the motif was found counts among the tokens as well.
-    return session.tokens[:tokens].count(session.step.token) // session.step.count + max(0, boundaries - 1) + 1
+    return session.tokens[:tokens].count(session.step.token) // session.step.count + max(0, boundaries - session.parts - 1) + 1
 
 
 def _sums(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -151,6 +151,9 @@ FINAL_RACE = "final"
 #: How a reason begins where the budget was too short to try anything.
 OUT_OF_BUDGET = "the budget of "
 
+#: Of a `tune` without --budget.
+USUAL_BUDGET_S = 600.0
+
 #: Where only the least is known.
 NOT_BEFORE = "not before "
 
@@ -369,8 +372,11 @@ def run_command(record: StudyRecord) -> str:
 
 
 def again_command(record: StudyRecord) -> str:
-    """The command that asks the same question again: it resumes the study, or repeats it where it is finished."""
-    return shell(["saturate", "tune", *record.options, "--", *record.result.command])
+    """The command that asks the same question again: it resumes the study, or repeats it where it is finished. What it was given more time
+    for than it takes by itself was not decided in that, and would be less so in less."""
+    longer = record.budget_s > USUAL_BUDGET_S and "--budget" not in record.options
+    budget = ["--budget", f"{math.ceil(record.budget_s / 60)}m"] if longer else []
+    return shell(["saturate", "tune", *record.options, *budget, "--", *record.result.command])
 
 
 def next_command(record: StudyRecord) -> str:
@@ -393,5 +399,5 @@ def _options_of_fit(record: StudyRecord) -> list[str]:
     """The same limit, to the byte, and what both verbs are told in the same words."""
     limit = record.result.limit_bytes
     given = dict(zip(record.options[::2], record.options[1::2]))
-    same = [word for name in ("--step", "--dir") if name in given for word in (name, given[name])]
+    same = [word for name in ("--step", "--timeout", "--dir") if name in given for word in (name, given[name])]
     return [*(["--memory", sizes.exact(limit)] if limit is not None else []), *same]

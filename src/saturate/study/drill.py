@@ -75,7 +75,8 @@ class Request:
 
     def common_options(self) -> list[str]:
         """Those that other verbs understand as well."""
-        given = {"--step": self.step, "--dir": str(self.directory) if self.directory != self.cwd / ".saturate" else None}
+        given = {"--step": self.step, "--timeout": f"{self.timeout_s!r}s" if self.timeout_s != Request.timeout_s else None,
+                 "--dir": str(self.directory) if self.directory != self.cwd / ".saturate" else None}
         return [word for name, value in given.items() if value is not None for word in (name, value)]
 
 

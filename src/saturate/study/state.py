@@ -59,7 +59,7 @@ class Request:
     limit_bytes: int | None = None       # `--fit`: the most memory that the recipe may need
 
     def options(self) -> list[str]:
-        """What makes `tune` ask the same question again, as words of a command line; how long it may take is left out."""
+        """What makes `tune` ask the same question again, as words of a command line; how long it may take in all is left out."""
         given = {
             "--only": ",".join(sorted(self.only)) if self.only is not None else None,
             "--skip": ",".join(sorted(self.skip)) or None,
@@ -67,6 +67,7 @@ class Request:
             "--threshold": repr(self.threshold) if self.threshold != Request.threshold else None,
             "--fit": sizes.exact(self.limit_bytes) if self.limit_bytes else None,
             "--step": self.step,
+            "--timeout": f"{self.timeout_s!r}s" if self.timeout_s != Request.timeout_s else None,
             "--race": self.race_mode if self.race_mode != Request.race_mode else None,
             "--dir": str(self.directory) if self.directory != self.cwd / ".saturate" else None,
         }
