@@ -202,7 +202,7 @@ print("trained", loss.item() < 100)
 def test_the_first_two_commands_of_the_readme_run(tmp_path, clean_environment):
     """`tune`, with a short budget, and `run` with what it wrote."""
     pytest.importorskip("torch")
-    tune, run = (line.split() for line in indented("README.md", "proves that"))
+    tune, run = (line.split("#")[0].split() for line in indented("README.md", "proves that"))
     assert (tune[:2], run[:3]) == (["saturate", "tune"], ["saturate", "run", "recipe.toml"]) and tune[3:] == run[4:]
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     (tmp_path / "small.yaml").write_text("1000000", encoding="utf-8")

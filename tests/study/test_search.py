@@ -467,12 +467,26 @@ def test_what_is_certain_joins_before_a_slow_start_that_nothing_names(slow_start
     assert ("screen compiled with fast + slow" in world.asked) == slow_start, world.asked
 
 
-def test_a_promised_technique_with_a_small_gain_waits_for_its_pair() -> None:
+@pytest.mark.parametrize(("low", "promised"), [(0.01, False), (0.01, True), (-0.01, False)])
+def test_what_leans_has_its_race_before_a_slow_start_that_nothing_names(low: float, promised: bool) -> None:
+    """Seen: +6.0 % [+1.9, +10.2] of what a finding promised much was left at that, while a compilation that nothing names took the time."""
+    world = Noisy({"fast": (0.94, 0.0), "small": (0.94, 0.0), "compiled": (0.99, 0.0)}, None, misread={"small": 0.06}, low=low)
+    compiled = technique("compiled")
+    compiled.TECHNIQUE = replace(compiled.TECHNIQUE, slow_start=True)
+    walk = search(world, SMALL, FAST, compiled)
+    walk.findings = (promise(1.8),) if promised else ()
+    walk.run()
+    first = "screen compiled with fast + small" if low > 0 else "screen compiled with fast"
+    assert first in world.asked and {"fast", "small"} <= {c.id for c in walk.kept}, world.asked
+
+
+def test_a_promised_technique_with_a_small_but_certain_gain_joins_and_its_partner_is_seen_on_top() -> None:
+    """Seen: bf16 gave +8.5 % [+5.4, +11.7], was kept for a pair that the budget had no time for, and was left out."""
     world = Together({"small": (0.95, 0.0), "warm": (0.99, 0.0), "other": (0.995, 0.0)}, None, factor=0.75)
     walk = search(world, SMALL, WARM, OTHER)
     walk.findings = (promise(1.8),)
     walk.run()
-    assert "screen small and warm with baseline" in world.asked and {c.id for c in walk.kept} == {"small", "warm"}
+    assert "screen warm with small" in world.asked and {c.id for c in walk.kept} == {"small", "warm"}
 
 
 def likely(name: str, numerics: str = "exact", bound: float | None = 0.3) -> types.ModuleType:

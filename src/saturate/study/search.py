@@ -105,8 +105,9 @@ class Search(Standing):
                     continue
             if first.id in self.racer.steadying and time.monotonic() <= self._last_turn() and self._steady(first):
                 continue
-            if first.module.TECHNIQUE.stage == "environment" or self.promise_of(first) == SLOW:
-                waiting = self._add_certain(waiting)
+            slow = self.promise_of(first) == SLOW
+            if slow or first.module.TECHNIQUE.stage == "environment":
+                waiting = self._add_certain(waiting, leaning=slow)
             with self._turn(alone=place + 1 == len(eligible)):
                 best = self._best_of([first], None)
             if first.id in self.late:
@@ -130,25 +131,25 @@ class Search(Standing):
                 scored.append((self.screened[best.id].gain, best))
         return [candidate for _, candidate in sorted(scored, key=lambda entry: -entry[0])]
 
-    def _add_certain(self, waiting: list[tuple[list[Candidate], Candidate | None]]) -> list[tuple[list[Candidate], Candidate | None]]:
+    def _add_certain(self, waiting: list[tuple[list[Candidate], Candidate | None]],
+                     leaning: bool = False) -> list[tuple[list[Candidate], Candidate | None]]:
         """Add what is faster beyond doubt, the largest gain first; what still waits. What changes where the work runs depends on the
         work: screened before, it would be raced on top of the kept set once more, in time that a short budget has for one of the two.
-        So would what compiles for long, and its turn may leave no time for any other."""
-        expected = {candidate.id for candidate in combining.disappointing(self)}        # to be tried in pairs
-        certain = sorted(((others, best) for others, best in waiting
-                          if best is not None and best.id not in expected and self.screened[best.id].decision.verdict == "faster"),
-                         key=lambda entry: -self.screened[entry[1].id].gain)
-        sure = [best for _, best in certain]
-        others_too = [best for _, best in waiting if best is not None and best not in sure and best.id not in expected]
-        combining.add_at_once(self, [*sure, *sorted(others_too, key=lambda best: -self.screened[best.id].gain)])
-        added = {best.id for _, best in waiting if best is not None and best in self.kept}
-        for others, best in certain:
-            if best.id in added:
-                continue
-            if time.monotonic() > self.deadline:
-                break
-            self.try_to_add(self._best_of(others, best) or best)
-            added.add(best.id)
+        So would what compiles for long, and its turn may leave no time for any other: then what is faster, but perhaps by less than
+        counts (`leaning`), has its race first as well."""
+        expected = {candidate.id for candidate in combining.disappointing(self)}        # what is not certain is tried in pairs
+        screened = sorted(((others, best) for others, best in waiting if best is not None), key=lambda entry: -self.screened[entry[1].id].gain)
+        sure = [best for _, best in screened if self.screened[best.id].decision.verdict == "faster"]
+        others_too = [best for _, best in screened if best not in sure and best.id not in expected]
+        hopeful = [best for _, best in screened if leaning and best not in sure and self.leaning(best)]
+        combining.add_at_once(self, [*sure, *others_too])
+        added = {best.id for _, best in screened if best in self.kept}
+        for wanted in (sure, hopeful):
+            for others, best in screened:
+                if best not in wanted or best.id in added or time.monotonic() > self.deadline:
+                    continue
+                self.try_to_add(self._best_of(others, best) or best)
+                added.add(best.id)
         return [(others, best) for others, best in waiting if best is None or best.id not in added]
 
     def _steady(self, candidate: Candidate) -> bool:
