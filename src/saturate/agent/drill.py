@@ -30,6 +30,7 @@ import functools
 import inspect
 import io
 import json
+import operator
 import os
 import threading
 import time
@@ -390,13 +391,23 @@ def _tensors(torch: Any, given: Any) -> Any:
 
 
 def _names(dataset: Any, indices: Any) -> list[int]:
-    """A batch's samples by their index in the dataset; of other keys than integers, by a digest."""
+    """A batch's samples by their index in the dataset; of other keys than integers, by a digest. A number is the same sample whatever
+    its kind: a script may train by a list, and resume by a permutation of numpy or torch."""
     from torch.utils.data import Subset
 
+    if getattr(indices, "ndim", 0) == 1 and hasattr(indices, "tolist"):     # a batch sampler may cut a tensor or an array
+        indices = indices.tolist()
     listed = list(indices) if isinstance(indices, (list, tuple)) else [indices]
     while isinstance(dataset, Subset):          # "the rest of the epoch" is one: what counts is the dataset behind it
         listed, dataset = [dataset.indices[index] for index in listed], dataset.dataset
-    return [index if type(index) is int else zlib.crc32(repr(index).encode()) for index in listed[:MOST_SAMPLES]]
+    return [_name(index) for index in listed[:MOST_SAMPLES]]
+
+
+def _name(index: Any) -> int:
+    try:
+        return operator.index(index)
+    except TypeError:
+        return zlib.crc32(repr(index).encode())
 
 
 def _rows(tensors: list[Any]) -> list[int]:
