@@ -114,7 +114,7 @@ def test_files_that_are_renamed_when_they_are_whole_are_known_by_their_new_names
     assert names == [str(tmp_path / "a.pt"), str(tmp_path / "last/b.pt")], "the folder's too; not what is no checkpoint"
     second = written(RENAMED, written=names)
     assert [event["path"] for event in second.events if event["at"] == "read"] == [
-        str(tmp_path / name) for name in ("a.pt", "newest.pt", "last/b.pt")]
+        str(tmp_path / name) for name in ("a.pt", "a.pt", "last/b.pt")], "of a link, what it leads to: that is what was saved"
 
 
 def test_a_sample_has_one_name_whatever_its_index_is_written_as() -> None:

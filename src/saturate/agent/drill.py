@@ -12,7 +12,7 @@ any moment leaves whole lines. `saturate.verify.resume_log` reads them:
     {"at": "step", "token": "S0", "count": 1}   what ends a step, once that is known
     {"at": "save", "path": "..."}               a checkpoint: a file that torch.save or safetensors writes
     {"at": "wrote", "path": "..."}              another binary file that was opened to be written
-    {"at": "read", "path": "..."}               a file that an earlier process wrote
+    {"at": "read", "path": "..."}               a file that an earlier process wrote, by the name that it wrote it under
     {"at": "moved", "path": "..."}              the new name of such a file: checkpoints are written aside and renamed
     {"at": "held"}                              it stands where the plan said, and waits for its end
     {"at": "withdrawn"}                         nothing more will be seen: our own code failed, or, with "no_step", there is no step
@@ -332,10 +332,10 @@ class Drill:
             return
         path = os.path.abspath(os.fsdecode(file))
         if "r" in mode:
-            found = {path, os.path.realpath(path)} & self.written       # a link names the newest one
-            if found and path not in self._read:
+            written = path if path in self.written else os.path.realpath(path)      # a link names the newest one
+            if written in self.written and path not in self._read:
                 self._read.add(path)
-                self._write({"at": "read", "path": path})
+                self._write({"at": "read", "path": written})
             return
         name = os.path.basename(path)
         outside = path.startswith(("/dev/", "/proc/", "/sys/"))
