@@ -303,6 +303,14 @@ def test_the_largest_samples_are_found(workers):
     assert sorted(found["largest"][:4]) == [9, 19, 29, 39] and found["varies"] and found["looked_at"] == found["of"] == 40
 
 
+@pytest.mark.parametrize("kind", [torch.arange, lambda size: torch.arange(size).numpy()])
+def test_the_largest_samples_are_found_by_numbers_of_any_kind(kind):
+    """Of a split by numpy, the sampler has numpy's."""
+    sampler = torch.utils.data.SubsetRandomSampler(kind(20))
+    found = extents.scan(torch, iter(DataLoader(Texts(), 4, sampler=sampler, collate_fn=first)))
+    assert sorted(found["largest"][:2]) == [9, 19] and all(type(index) is int for index in found["largest"])
+
+
 def test_samples_of_one_shape_have_no_largest():
     found = extents.scan(torch, iter(DataLoader(Numbers(), 4)))
     assert found["varies"] is False and found["largest"] == []

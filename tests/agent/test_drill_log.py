@@ -114,7 +114,21 @@ def test_files_that_are_renamed_when_they_are_whole_are_known_by_their_new_names
     assert names == [str(tmp_path / "a.pt"), str(tmp_path / "last/b.pt")], "the folder's too; not what is no checkpoint"
     second = written(RENAMED, written=names)
     assert [event["path"] for event in second.events if event["at"] == "read"] == [
-        str(tmp_path / name) for name in ("a.pt", "newest.pt", "last/b.pt")]
+        str(tmp_path / name) for name in ("a.pt", "a.pt", "last/b.pt")], "of a link, what it leads to: that is what was saved"
+
+
+def test_a_sample_has_one_name_whatever_its_index_is_written_as() -> None:
+    """A script that trains by a list and resumes by what is left of a permutation has the same samples."""
+    torch, np = pytest.importorskip("torch"), pytest.importorskip("numpy")
+    from torch.utils.data import Subset
+
+    from saturate.agent.drill import _names
+
+    data, order = list(range(100, 120)), [7, 3, 11]
+    for kind in (list, np.array, torch.tensor):
+        assert _names(Subset(data, kind(order)), [2, 0]) == [11, 7] == _names(data, [kind(order)[2], kind(order)[0]])
+        assert _names(data, kind(order)) == order, "a batch that is cut from it"
+    assert _names(data, ["a", (1, 2)]) == _names(data, ["a", (1, 2)]) != _names(data, ["b", (1, 2)])
 
 
 SAFETENSORS = """

@@ -104,6 +104,16 @@ def test_each_loader_has_its_own_batch(window):
     assert [len(batch["y"]) for batch in train] == [4] * 3 and [len(batch["y"]) for batch in evaluate] == [2] * 6
 
 
+def test_loaders_of_one_dataset_that_make_other_batches_of_it_have_their_own(window):
+    """A second head that is trained on the same samples got the batch of the first one."""
+    dataset = Numbers()
+    first = iter(DataLoader(dataset, batch_size=2, collate_fn=lambda samples: torch.tensor([one["y"] for one in samples])))
+    second = iter(DataLoader(dataset, batch_size=2, collate_fn=lambda samples: [one["x"] for one in samples]))
+    window()
+    for _ in range(3):
+        assert next(first).tolist() == [0, 1] and [x.tolist() for x in next(second)] == [[0.0, 0.0], [1.0, 1.0]]
+
+
 def test_a_loader_without_end_has_none(window):
     class Endless(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -144,6 +154,20 @@ def test_each_batch_has_leaves_of_its_own():
         (x.square().sum() * wanted).sum().backward()
         assert x.grad.sum() == 12 and wanted.grad == 6
         given["y"].unsqueeze_(1)
+
+
+def test_a_batch_of_the_scripts_own_class_is_as_it_was():
+    class Batch:
+        def __init__(self, x):
+            self.x, self.parts, self.name = x, [x.clone()], "a"
+
+    batch = Batch(torch.ones(2))
+    kept = Kept(torch, batch)
+    for _ in range(3):
+        batch.parts[0].add_(1)
+        batch.x, batch.name = batch.x.mul_(3).unsqueeze(0), "b"
+        batch = kept.again()
+        assert type(batch) is Batch and batch.x.tolist() == [1, 1] and batch.parts[0].tolist() == [1, 1] and batch.name == "a"
 
 
 def test_cost_of_a_loader():

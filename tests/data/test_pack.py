@@ -230,6 +230,22 @@ def test_another_source_does_not_mix_in(text: Path, tmp_path: Path) -> None:
         packing.pack(open_source(text), out, 8000)
 
 
+@pytest.mark.parametrize("change", ["write", "add", "remove"])
+def test_a_source_that_changes_meanwhile_is_named(images: Path, tmp_path: Path, change: str) -> None:
+    """A download that still goes on, say: nobody would have missed its other half."""
+    late = images / "ant" / ("late.jpg" if change == "add" else "3.jpg")
+
+    def meanwhile(read: int) -> None:
+        if read:
+            late.unlink() if change == "remove" else late.write_bytes(b"\xff\xd8 and more")
+
+    with pytest.raises(UsageError, match=f"ant/{late.name} changed while it was packed"):
+        packing.pack(open_source(images), tmp_path / "out", 2**20, meanwhile)
+    assert not (tmp_path / "out/state.json").exists(), "nothing loads it by mistake"
+    with pytest.raises(UsageError, match="something else"):
+        packing.pack(open_source(images), tmp_path / "out", 2**20)
+
+
 def test_foreign_folders_stay_as_they_are(text: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("do not lose")

@@ -12,7 +12,7 @@ any moment leaves whole lines. `saturate.verify.resume_log` reads them:
     {"at": "step", "token": "S0", "count": 1}   what ends a step, once that is known
     {"at": "save", "path": "..."}               a checkpoint: a file that torch.save or safetensors writes
     {"at": "wrote", "path": "..."}              another binary file that was opened to be written
-    {"at": "read", "path": "..."}               a file that an earlier process wrote
+    {"at": "read", "path": "..."}               a file that an earlier process wrote, by the name that it wrote it under
     {"at": "moved", "path": "..."}              the new name of such a file: checkpoints are written aside and renamed
     {"at": "held"}                              it stands where the plan said, and waits for its end
     {"at": "withdrawn"}                         nothing more will be seen: our own code failed, or, with "no_step", there is no step
@@ -30,6 +30,7 @@ import functools
 import inspect
 import io
 import json
+import operator
 import os
 import threading
 import time
@@ -331,10 +332,10 @@ class Drill:
             return
         path = os.path.abspath(os.fsdecode(file))
         if "r" in mode:
-            found = {path, os.path.realpath(path)} & self.written       # a link names the newest one
-            if found and path not in self._read:
+            written = path if path in self.written else os.path.realpath(path)      # a link names the newest one
+            if written in self.written and path not in self._read:
                 self._read.add(path)
-                self._write({"at": "read", "path": path})
+                self._write({"at": "read", "path": written})
             return
         name = os.path.basename(path)
         outside = path.startswith(("/dev/", "/proc/", "/sys/"))
@@ -390,13 +391,23 @@ def _tensors(torch: Any, given: Any) -> Any:
 
 
 def _names(dataset: Any, indices: Any) -> list[int]:
-    """A batch's samples by their index in the dataset; of other keys than integers, by a digest."""
+    """A batch's samples by their index in the dataset; of other keys than integers, by a digest. A number is the same sample whatever
+    its kind: a script may train by a list, and resume by a permutation of numpy or torch."""
     from torch.utils.data import Subset
 
+    if getattr(indices, "ndim", 0) == 1 and hasattr(indices, "tolist"):     # a batch sampler may cut a tensor or an array
+        indices = indices.tolist()
     listed = list(indices) if isinstance(indices, (list, tuple)) else [indices]
     while isinstance(dataset, Subset):          # "the rest of the epoch" is one: what counts is the dataset behind it
         listed, dataset = [dataset.indices[index] for index in listed], dataset.dataset
-    return [index if type(index) is int else zlib.crc32(repr(index).encode()) for index in listed[:MOST_SAMPLES]]
+    return [_name(index) for index in listed[:MOST_SAMPLES]]
+
+
+def _name(index: Any) -> int:
+    try:
+        return operator.index(index)
+    except TypeError:
+        return zlib.crc32(repr(index).encode())
 
 
 def _rows(tensors: list[Any]) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from typing import Any
 
 from saturate.agent.window import Window
@@ -28,16 +29,18 @@ class Replay(Window):
         self.replayed = 0
         keep_length(self.session, _BaseDataLoaderIter)
         original = _BaseDataLoaderIter.__next__
-        kept: dict[Any, tuple[Any, Any]] = {}       # by loader: the dataset, so that its id stays taken, and the batch
+        kept: dict[Any, tuple[Any, Any]] = {}       # by loader: what it makes batches of, so that its ids stay taken, and the batch
 
         @functools.wraps(original)
         def next_batch(this: Any) -> Any:
             if self.torch.is_inference_mode_enabled():      # of an evaluation: not a batch to train on, and its tensors have no versions
                 return original(this)
-            key = id(this._dataset), getattr(this._index_sampler, "batch_size", None)
+            made_of = this._dataset, this._collate_fn
+            collate = made_of[1] if isinstance(made_of[1], types.MethodType) else id(made_of[1])    # a method is another object each time
+            key = id(this._dataset), collate, getattr(this._index_sampler, "batch_size", None)
             if key not in kept or at_end(this):
                 batch = original(this)              # raises StopIteration at the end
-                kept[key] = this._dataset, Kept(self.torch, batch)
+                kept[key] = made_of, Kept(self.torch, batch)
                 return batch
             vars(this)[_COUNT] = replayed_by(this) + 1, this._sampler_iter
             self.replayed += 1
@@ -126,5 +129,10 @@ class Kept:
             made = copy.copy(value)
             for key in list(value.keys()):
                 made[key] = self._fresh(value[key], change)
+            return made
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict) and any(isinstance(item, self._torch.Tensor) for item in held.values()):       # a class of the script's own
+            made = copy.copy(value)
+            vars(made).update({name: self._fresh(item, change) for name, item in held.items()})
             return made
         return value

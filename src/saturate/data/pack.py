@@ -101,6 +101,9 @@ def pack(source: Source, destination: Path, shard_bytes: int = SHARD_BYTES,
                 _put(destination / MANIFEST, _manifest(source, shard_bytes, shards))
             if not shards:
                 raise UsageError("there is not a single row to pack")
+            if changed := source.changed():
+                raise UsageError(f"{changed} changed while it was packed", cause="what was packed may be of both states",
+                                 remedy="wait until nothing writes to the source, remove what was packed, and pack it again")
             _put(destination / INFO, {"features": source.features} if source.features else {})
             _put(destination / STATE, _state(source, shards))
         return Outcome(shards, resumed_rows)

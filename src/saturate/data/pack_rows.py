@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,22 @@ class Source:
     batches: Callable[[int], Iterator[Batch]]
     features: dict[str, Any] = field(default_factory=dict)     # as Hugging Face datasets write them; {}: from the schema
     left_out: tuple[str, ...] = ()                      # files of other kinds, by their names below the source
+    again: Callable[[], Iterable[File]] | None = None   # looks for the files anew; None: nobody changes them
 
     @property
     def total_bytes(self) -> int:
         return sum(file.bytes for file in self.files)
+
+    def changed(self) -> str:
+        """The first file by name that changed, came or went since the source was opened; "" where none did."""
+        if self.again is None:
+            return ""
+        before = {file.name: file for file in self.files}
+        try:
+            now = {file.name: file for file in self.again()}
+        except OSError as error:
+            return str(error.filename)
+        return min((name for name in before.keys() | now.keys() if before.get(name) != now.get(name)), default="")
 
     def fingerprint(self) -> str:
         """Changes when a file of the source changes, comes or goes."""

@@ -47,7 +47,11 @@ def _opened(path: Path, kind: str | None) -> Source:
     found = _files(path)
     kind = kind or _kind(path, found)
     endings = {"images": IMAGES, "text": TEXT}.get(kind) or {e for e, k in TABLES.items() if k == kind}
-    files = [file for file in found if file.path.suffix.lower() in endings or (path.is_file() and len(found) == 1)]
+
+    def of_kind(found: list[File]) -> list[File]:
+        return [file for file in found if file.path.suffix.lower() in endings or (path.is_file() and len(found) == 1)]
+
+    files = of_kind(found)
     if not files:
         raise UsageError(f"no {kind} files in {path}", cause=f"looked for {', '.join(sorted(endings))}",
                          remedy="name another folder, or another --kind")
@@ -57,7 +61,7 @@ def _opened(path: Path, kind: str | None) -> Source:
     if kind in TABLES.values():
         _refuse_partitions(files, source.schema.names)
     taken = set(files)
-    return replace(source, left_out=tuple(one.name for one in found if one not in taken))
+    return replace(source, left_out=tuple(one.name for one in found if one not in taken), again=lambda: of_kind(_files(path)))
 
 
 def _refuse_partitions(files: list[File], columns: list[str]) -> None:
