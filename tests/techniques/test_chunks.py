@@ -1342,6 +1342,24 @@ def test_gradients_of_gradients_of_chunks_draw_the_same_numbers_again():
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_weights_that_are_computed_once_for_several_forwards(inside, capfd):
+    """By a chunk, without a graph: its backward, inside of the same context, would find no gradient of them."""
+    model = body(lambda self, x: self.linear(x)).train()
+    torch.nn.utils.parametrizations.weight_norm(model.linear)
+    plain, x = copy.deepcopy(model), torch.randn(8, 6)
+    context = context_of(model)
+    micro_batch.apply(context, micro_batch.Options())
+    for _ in range(3):
+        for one in (plain, model):
+            one.zero_grad()
+            with torch.nn.utils.parametrize.cached() if inside else contextlib.nullcontext():
+                one(x).square().sum().backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert ("parametrize.cached" in capfd.readouterr().err) == inside
+    assert bool(context.notes) != inside
+
+
 def test_a_graph_that_is_kept_can_be_used_twice():
     plain, tuned = twins()
     context = context_of(tuned)
