@@ -209,8 +209,9 @@ def test_what_a_library_of_c_holds_open_is_seen_whatever_module_it_says_it_is_of
     assert open_file(held) == "" == open_connection(held), "some other library's"
     monkeypatch.setitem(sys.modules, "lmdb", lmdb)
     assert open_file(held) == open_connection(held) == "Environment"
-    fasta = type("FastaFile", (), {"__module__": "pysam.libcfaidx"})()
-    assert open_file([fasta]) == "FastaFile"
+    for module, name in (("pysam.libcfaidx", "FastaFile"), ("soundfile", "SoundFile"), ("pyedflib.edfreader", "EdfReader"),
+                         ("pyBigWig", "bigWigFile"), ("torchcodec.decoders._video_decoder", "VideoDecoder")):
+        assert open_file([type(name, (), {"__module__": module})()]) == name
 
 
 @pytest.mark.parametrize("draw, name", [

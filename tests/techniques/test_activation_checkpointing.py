@@ -284,6 +284,26 @@ def test_parameters_and_buffers_that_stand_in_for_one_call():
     assert all(map(torch.equal, plain, ours)) and engine.phase == "following" and engine.recomputed > 6
 
 
+class Shares(Stack):
+    """Its weights are computed once in each forward."""
+
+    def __init__(self):
+        super().__init__(Inner)
+        for block in self.blocks:
+            torch.nn.utils.parametrizations.weight_norm(block.up)
+
+    def forward(self, x):
+        with torch.nn.utils.parametrize.cached():
+            return super().forward(x)
+
+
+def test_weights_that_are_computed_once_for_several_forwards():
+    """Of two runs of a block, one would find them and the other compute them: torch ended the backward."""
+    plain, ours = Run(Shares), Run(Shares, Options(mode="blocks"))
+    assert not ours.differs_from(plain)
+    assert "parametrize.cached" in proof(ours, Options(mode="blocks")).evidence
+
+
 @pytest.mark.parametrize("options", ALL, ids=lambda options: f"{options.mode}-{options.every}")
 def test_running_statistics_that_rest_while_it_is_measured(options):
     """Normalizations in evaluation mode at first, as of a frozen backbone: later each forward counts once, too."""

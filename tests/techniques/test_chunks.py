@@ -1320,6 +1320,46 @@ def test_gradients_of_gradients_are_right_and_end_the_guard(capfd):
         assert a.grad is None or torch.allclose(a.grad, b.grad, rtol=1e-9)
 
 
+def test_gradients_of_gradients_of_chunks_draw_the_same_numbers_again():
+    """A critic with dropout: its first gradient penalty ended the training."""
+    model = body(lambda self, x: self.linear(self.drop(x)).tanh(), drop=torch.nn.Dropout(0.5)).double().train()
+    plain = copy.deepcopy(model)
+    micro_batch.apply(context_of(model), micro_batch.Options())
+    x = torch.randn(8, 6, dtype=torch.float64)
+    model(x.clone().requires_grad_())       # looked at
+
+    def penalty(run):
+        point = x.clone().requires_grad_()
+        torch.manual_seed(0)
+        output = run(point)
+        grad, = torch.autograd.grad(output.square().sum(), point, create_graph=True)
+        grad.square().sum().backward()
+        return output, grad
+
+    cut, wanted = penalty(model), penalty(lambda point: torch.cat([plain(part) for part in point.chunk(2)]))
+    assert "ChunkedForward" in cut[0].grad_fn.name()
+    torch.testing.assert_close(cut, wanted)
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_weights_that_are_computed_once_for_several_forwards(inside, capfd):
+    """By a chunk, without a graph: its backward, inside of the same context, would find no gradient of them."""
+    model = body(lambda self, x: self.linear(x)).train()
+    torch.nn.utils.parametrizations.weight_norm(model.linear)
+    plain, x = copy.deepcopy(model), torch.randn(8, 6)
+    context = context_of(model)
+    micro_batch.apply(context, micro_batch.Options())
+    for _ in range(3):
+        for one in (plain, model):
+            one.zero_grad()
+            with torch.nn.utils.parametrize.cached() if inside else contextlib.nullcontext():
+                one(x).square().sum().backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert ("parametrize.cached" in capfd.readouterr().err) == inside
+    assert bool(context.notes) != inside
+
+
 def test_a_graph_that_is_kept_can_be_used_twice():
     plain, tuned = twins()
     context = context_of(tuned)

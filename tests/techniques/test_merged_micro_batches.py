@@ -286,6 +286,39 @@ def test_what_else_a_trainer_does(tmp_path, given):
     assert merged.sums == pytest.approx(plain.sums, rel=1e-3 if "bf16" in given else 1e-5)
 
 
+class Rare(torch.utils.data.IterableDataset):
+    """All samples are of one class, but for one in the fifth update."""
+
+    def __init__(self):
+        self.rows = [{"input_ids": row["input_ids"], "labels": int(number == 33)} for number, row in enumerate(map(Rows(48).__getitem__, range(48)))]
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+class ByClass(Means):
+    weights = (1.0, 50.0)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(inputs["input_ids"]).logits
+        logits.register_hook(lambda gradient: None)
+        return torch.nn.functional.cross_entropy(logits, inputs["labels"], weight=torch.tensor(self.weights))
+
+
+class ByEqualWeights(ByClass):
+    weights = (2.0, 2.0)
+
+
+def test_a_mean_that_weighs_classes_is_left_alone_though_none_of_the_batches_that_are_compared_shows_it(tmp_path):
+    given = {"model": bert, "data": Rare()}
+    plain, left = (train(tmp_path, factor, trainer=ByClass, **given) for factor in (0, 4))
+    assert left.updates == plain.updates and "weights of its samples" in left.proof.evidence
+    assert all(torch.equal(one, other) for one, other in zip(left.weights, plain.weights))
+    merged = train(tmp_path, 4, trainer=ByEqualWeights, **given)
+    assert merged.counts == [4, 1, 1, 1, 1, 1]
+    same(merged, train(tmp_path, trainer=ByEqualWeights, **given))
+
+
 def test_experts_that_balance_their_load_over_a_batch(tmp_path):
     left = train(tmp_path, 4, model=mixtral)
     assert left.counts == [4, 4, 4, 4, 4, 1] and "samples depend on each other" in left.proof.evidence

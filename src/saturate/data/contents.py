@@ -34,7 +34,8 @@ _CONNECTIONS = {("sqlite3", "Connection"), ("sqlite3", "Cursor"), ("lmdb", "Envi
                 # Files that a library of C holds by itself, with one place in each, or threads that do not live in a fork.
                 ("pysam", "FastaFile"), ("pysam", "AlignmentFile"), ("pysam", "VariantFile"), ("pysam", "TabixFile"), ("cv2", "VideoCapture"),
                 ("decord", "VideoReader"), ("av", "InputContainer"), ("rasterio", "DatasetReader"), ("osgeo", "Dataset"),
-                ("openslide", "OpenSlide")}
+                ("openslide", "OpenSlide"), ("soundfile", "SoundFile"), ("pyedflib", "EdfReader"), ("pyBigWig", "bigWigFile"),
+                ("torchcodec", "VideoDecoder"), ("torchcodec", "AudioDecoder"), ("torchaudio", "StreamReader")}
 
 PLAIN = (type(None), bool, int, float, complex, str)
 

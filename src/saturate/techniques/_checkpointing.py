@@ -189,6 +189,9 @@ class Checkpointing:
             torch = self.torch
             if self.phase == "off" or block.refusal or _must_run_plainly(torch):
                 return inner(module, *args, **kwargs)
+            if torch.nn.utils.parametrize._cache_enabled:
+                block.refusal = "its weights are computed once for several forwards (parametrize.cached), and not in each of two runs"
+                return inner(module, *args, **kwargs)
             if self.phase == "measuring":
                 if module is not block.module or not self._depth or self._in_backward or self._foreign:
                     return inner(module, *args, **kwargs)

@@ -97,7 +97,7 @@ class Guard:
         self.ran: dict[Any, int] = {}                   # most samples that have run at once, by structure
         self.off = False
         self.parameters = [(part._parameters, name, p) for part in module.modules() for name, p in part._parameters.items()]
-        self.told = False
+        self.told: set[str] = set()                     # why calls are never cut, as far as it was said
         self.looks = EARLY_LOOKS if context.early else 1
         problem = _refusal(module, self.torch)
         if problem:
@@ -105,14 +105,16 @@ class Guard:
         context.wrap_forward(module, ORDER, self.wrap)
 
     def wrap(self, inner: Any) -> Any:
-        torch, tensor = self.torch, self.torch.Tensor
+        torch, tensor, parametrize = self.torch, self.torch.Tensor, self.torch.nn.utils.parametrize
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if self.off or torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return inner(module, *args, **kwargs)
             asked = Asked(inner, module, args, kwargs)
             if not all(held.get(name) is p for held, name, p in self.parameters):
-                return self._with_others(asked)
+                return self._as_it_is(asked, "with other parameters than its own")      # they are gone in the backward
+            if parametrize._cache_enabled:      # a chunk would compute weights for those after it, without a graph
+                return self._as_it_is(asked, "within torch.nn.utils.parametrize.cached()")
             inputs = _trees.tensors((*args, *kwargs.values()), tensor)
             if self.policy.runs_whole(tuple(one.shape for one in inputs)):
                 return self._as_written(asked, inputs)
@@ -122,11 +124,11 @@ class Guard:
 
     # -- what a batch runs as --------------------------------------------------------------------------------------
 
-    def _with_others(self, asked: Asked) -> Any:
-        """With other parameters than the module's own, as `torch.func.functional_call` lends it: they are gone in the backward."""
-        if not self.told:
-            self.told = True
-            self.say("runs as the script wrote it wherever it is called with other parameters than its own")
+    def _as_it_is(self, asked: Asked, how: str) -> Any:
+        """A call that is never cut: with other parameters than the module's own, as `torch.func.functional_call` lends it, for one."""
+        if how not in self.told:
+            self.told.add(how)
+            self.say(f"runs as the script wrote it wherever it is called {how}")
         return asked.run()
 
     def _as_written(self, asked: Asked, inputs: list[Any]) -> Any:

@@ -218,12 +218,14 @@ _ARGUMENTS = frozenset({
 
 class Reduction:
     """A loss function of torch that a forward called: `weight` is how many entries it is the mean of (0-d float64 tensor;
-    None: not known), or None with `summed`."""
+    None: not known), or None with `summed`. `by`: the weights, of entries or of classes, whose sum a mean is divided by, if not by
+    the number of entries."""
 
-    def __init__(self, result: Any, weight: Any, summed: bool):
+    def __init__(self, result: Any, weight: Any, summed: bool, by: Any = None):
         self.result = result
         self.weight = weight
         self.summed = summed
+        self.by = by
 
     def gave(self, value: Any) -> bool:
         return value is self.result and self.weight is not None
@@ -234,14 +236,15 @@ def _reductions_class(torch: Any) -> type:
     class Reductions(torch.overrides.TorchFunctionMode):
         """Lists the losses that torch's own functions reduce while it is entered."""
 
-        def __init__(self) -> None:
+        def __init__(self, hooks: bool) -> None:
             super().__init__()
+            self.hooks = hooks
             self.found: list[Reduction] = []
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
             name = getattr(func, "__name__", "")
-            if name == "register_hook":
+            if name == "register_hook" and not self.hooks:
                 raise NotSplittable("its forward registers a hook on a tensor, which would be called for each chunk")
             if name == "l1_loss":
                 kwargs = {**_hidden_weight(func), **kwargs}
@@ -262,9 +265,9 @@ def _hidden_weight(function: Any) -> dict[str, Any]:
     return {} if weight is None else {"weight": weight}
 
 
-def reductions(torch: Any) -> Any:
-    """A context manager whose `found` lists the `Reduction`s of what ran inside."""
-    return _reductions_class(torch)()
+def reductions(torch: Any, hooks: bool = False) -> Any:
+    """A context manager whose `found` lists the `Reduction`s of what ran inside. `hooks`: whether it may set some on tensors."""
+    return _reductions_class(torch)(hooks)
 
 
 def _reduction(name: str, func: Any, args: Any, kwargs: Any, result: Any, torch: Any) -> Reduction:
@@ -280,7 +283,7 @@ def _reduction(name: str, func: Any, args: Any, kwargs: Any, result: Any, torch:
         return Reduction(result, None, reduction == "sum")
     target = given["target"]
     if name in _BY_WEIGHTS and given.get("weight") is not None:
-        return Reduction(result, given["weight"].detach().double().sum(), False)
+        return Reduction(result, given["weight"].detach().double().sum(), False, given["weight"].detach())
     if name in _ELEMENTWISE:
         shape = torch.broadcast_shapes(given["input"].shape, target.shape)
         return Reduction(result, torch.tensor(float(shape.numel()), dtype=torch.float64, device="cpu"), False)
@@ -291,7 +294,7 @@ def _reduction(name: str, func: Any, args: Any, kwargs: Any, result: Any, torch:
     if given["weight"] is None:
         return Reduction(result, counted.sum().double(), False)
     weights = given["weight"].double()[torch.where(counted, target, torch.zeros_like(target))]
-    return Reduction(result, (weights * counted).sum(), False)
+    return Reduction(result, (weights * counted).sum(), False, given["weight"].detach())
 
 
 # -- randomness without effect -----------------------------------------------------------------------------------------

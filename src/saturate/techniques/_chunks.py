@@ -303,16 +303,18 @@ class Call:
         return gradient * share.to(gradient.dtype)
 
     def _differentiable(self, inputs: list[Any], gradients: list[Any]) -> list[Any]:
-        """For `create_graph=True`: the whole batch again, connected to the script's own inputs, so that the gradients can
+        """For `create_graph=True`: all chunks again, connected to the script's own inputs, so that the gradients can
         be differentiated. It saves no memory, so such a script is left alone from here on."""
         self.listener.twice()
         self.graph = None
-        if len(self.pieces) > 1 and any(piece.drew for piece in self.pieces):
-            raise NotSplittable("gradients of gradients (create_graph=True) of chunks that drew random numbers")
-        with hooks_set_aside(self.parameters), drawing_again(self.pieces[0].state), self.held.as_it_was():
-            with self.autocast.entered():
-                _, outputs, _ = self._call(inputs)
-            return _gradients(self.torch, outputs, gradients, [*inputs, *self.parameters], create_graph=True)
+        outputs, wanted = [], []
+        with hooks_set_aside(self.parameters), self.held.as_it_was():
+            for piece in self.pieces:
+                with drawing_again(piece.state), self.autocast.entered():
+                    _, made, found = self._call(self.plan.cut(inputs, piece.start, piece.stop))
+                wanted += [self._gradient_of(position, output, gradients[position], piece, found) for position, output in enumerate(made)]
+                outputs += made
+            return _gradients(self.torch, outputs, wanted, [*inputs, *self.parameters], create_graph=True)
 
 
 class NotThere(NotSplittable, AttributeError):

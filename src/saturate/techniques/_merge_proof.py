@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from saturate.techniques import _autograd
-from saturate.techniques._chunk_modes import Randomness, devices_of, hooks_set_aside, steady
+from saturate.techniques._chunk_modes import Randomness, devices_of, hooks_set_aside, reductions, steady
 from saturate.techniques._chunk_plan import NotSplittable
 from saturate.techniques._chunk_proof import _NOISE, _TOLERANCE, _TOLERANCE_TF32, Watch
 from saturate.techniques._chunks import free, out_of_memory
@@ -79,8 +79,11 @@ def _agree(trainer: Any, run: Run, batches: Sequence[Any], merged: Any, weighs: 
 def _micro_step(trainer: Any, run: Run, batch: Any, members: int, parameters: list[Any], torch: Any) -> tuple[float, list[Any], set[str]]:
     """The loss, the gradients, and the formats narrower than float32 that it was computed in. The backward pass is none that anything
     counts or synchronizes."""
-    with _taken(trainer.accelerator) as losses:
+    with _taken(trainer.accelerator) as losses, reductions(torch, hooks=True) as seen:
         run(copy.copy(batch), members)
+    # Where one class is rare, most batches have the same sum of them, and a comparison of those shows nothing.
+    if any(one.by is not None and one.by.unique().numel() > 1 for one in seen.found):
+        raise NotMergeable("a mean is divided by the weights of its samples or of their classes: batches do not weigh the same")
     if len(losses) != 1:
         raise NotMergeable(f"a micro-step has {len(losses)} backward passes")
     loss = losses[0]

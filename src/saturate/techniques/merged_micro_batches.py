@@ -18,9 +18,10 @@ Numerics
 `stream`: sums are taken in another order, and dropout draws other numbers for one large batch than for several small ones; what is
 drawn once for all samples of a batch is drawn once for more of them. Without any of that it is `reordering`. What depends on the
 batch besides is refused, with the reason: BatchNorm in training mode, models that change state in their forward, losses within a batch
-(contrastive ones, a mixture of experts that balances its load), means that do not weigh samples alike. Losses that are divided by
-what counts in the whole update (`num_items_in_batch`) may be of batches of any size; means of each batch are merged where batches hold
-as many samples, and as many labels that count. Some models take `num_items_in_batch` and do not divide by it (BERT's classifiers, T5): the
+(contrastive ones, a mixture of experts that balances its load), means that do not weigh samples alike (a cross entropy with weights of
+its classes). Losses that are divided by what counts in the whole update (`num_items_in_batch`) may be of batches of any size; means of
+each batch are merged where batches hold as many samples, and as many labels that count. Some models take `num_items_in_batch` and do
+not divide by it (BERT's classifiers, T5): the
 Trainer adds their means up, and a merged one counts as many times.
 
 How it is applied
