@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import io
+import itertools
 import os
 import random
 import sys
@@ -17,6 +18,7 @@ from saturate.inference import samples
 from saturate.inference.accuracy import Budget
 from saturate.inference.checking import controls, scored
 from saturate.inference.failures import CheckFailed, WorkerFailed
+from saturate.inference.jury import Jury
 
 torch = pytest.importorskip("torch", reason="models need torch")
 
@@ -287,6 +289,35 @@ def test_a_check_that_shuffles_is_seen_where_the_model_scores_all_alike():
     found = controls(lambda run: agreement(run, random.sample(range(60), 60)), run, Budget(0.1))
     assert found.problem is None and found.baseline.scores.mean == 1 and found.shuffled and any("another order" in note for note in found.notes)
     assert not controls(lambda run: agreement(run, range(60)), run, Budget(0.1)).shuffled
+
+
+def test_a_check_that_draws_its_samples_anew_certifies_nothing():
+    """It was split by place: samples that had chosen confirmed as well."""
+    draw = random.Random(0)
+
+    def subset(run):
+        chosen = draw.sample(range(60), 40)
+        return [float(hit) for hit in run(INPUTS[chosen]).argmax(-1) == LABELS[chosen]]
+
+    weak = lambda x: 5 * x + 2 * torch.sin(40 * x.sum(-1, keepdim=True) + torch.arange(4))      # noqa: E731
+    for model, alike in ((weak, False), (run, True)):
+        found = controls(subset, model, Budget(0.4))
+        assert found.problem is None and (len(set(found.baseline.scores.values)) == 1) == alike
+        jury, notes = Jury.of(found, Budget(0.4))
+        assert jury.halves is None and any("fix the seed" in note for note in notes)
+        for turn in (None, 0):
+            judged = jury.judge(found.baseline.scores, turn)
+            assert judged.verdict == "undecided" and "other inputs each time" in judged.reason
+
+
+def test_inputs_that_differ_in_their_last_bits_are_no_other_samples():
+    tries = itertools.count()
+
+    def computed(run):
+        return (-torch.nn.functional.cross_entropy(run(INPUTS * (1 + 2e-7 * next(tries))), LABELS, reduction="none")).tolist()
+
+    found = controls(computed, run, Budget(0.4))
+    assert found.problem is None and not found.redrawn and Jury.of(found, Budget(0.4))[0].halves is not None
 
 
 def test_a_check_at_chance_is_said_to_see_little():

@@ -46,8 +46,8 @@ class Jury:
         jury, notes = cls(scores, budget, asked=found.baseline.asked, answers=found.baseline.answers, seconds=found.seconds), list(found.notes)
         if scores.values is None:
             return jury, [*notes, "the check returns a single number: it cannot certify a budget; return one value per sample"]
-        if found.shuffled:
-            return replace(jury, unsplit=checking.SHUFFLED), notes
+        if found.shuffled or found.redrawn:
+            return replace(jury, unsplit=checking.SHUFFLED if found.shuffled else checking.REDRAWN), notes
         count = len(scores.values)
         if count >= accuracy.FEWEST_TO_SPLIT:
             return replace(jury, halves=accuracy.split(count)), notes
