@@ -19,6 +19,7 @@ from saturate.inference.accuracy import Budget
 from saturate.inference.checking import controls, scored
 from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.jury import Jury
+from saturate.inference.scores import read
 
 torch = pytest.importorskip("torch", reason="models need torch")
 
@@ -318,6 +319,27 @@ def test_inputs_that_differ_in_their_last_bits_are_no_other_samples():
 
     found = controls(computed, run, Budget(0.4))
     assert found.problem is None and not found.redrawn and Jury.of(found, Budget(0.4))[0].halves is not None
+
+
+@pytest.mark.parametrize("confidence", [0.95, None])
+@pytest.mark.parametrize("count", [60, 40])
+def test_answers_that_changed_are_not_counted_between_samples_of_different_places(count, confidence):
+    """A model that was not changed failed: "20.0% of the answers changed between right and wrong"."""
+    draw, budget = random.Random(0), Budget(0.4, max_flips=0.01, confidence=confidence)
+    weak = lambda x: 5 * x + 2 * torch.sin(40 * x.sum(-1, keepdim=True) + torch.arange(4))      # noqa: E731
+
+    def check(run):
+        chosen = draw.sample(range(60), count)
+        return [float(hit) for hit in run(INPUTS[chosen]).argmax(-1) == LABELS[chosen]]
+
+    found = controls(check, weak, budget)
+    assert found.problem is None and (found.shuffled, found.redrawn) == (count == 60, count < 60)
+    jury, _ = Jury.of(found, budget)
+    for turn in (None, 0):
+        judged = jury.judge(scored(check, weak).scores, turn)
+        assert (judged.verdict, judged.flip_rate) == ("undecided", None) and "sample by sample" in judged.reason
+    worse = jury.judge(read([0.0] * count))
+    assert (worse.verdict, worse.flip_rate) == ("fail", None) and "changed" not in worse.reason
 
 
 def test_a_check_at_chance_is_said_to_see_little():

@@ -204,7 +204,8 @@ def _repeatable(first: Scored, before: Scores, again: Scored, after: Scores,
         cause = "it scores the same answers differently"
     what = f"two runs of the check on the same model differ by {abs(before.mean - after.mean):.3g}: {cause}"
     try:
-        verdicts = {compare(one, other, budget).verdict for one, other in ((before, after), (after, before))}
+        unpaired = REDRAWN if first.samples != again.samples else ""
+        verdicts = {compare(one, other, budget, unpaired=unpaired).verdict for one, other in ((before, after), (after, before))}
     except UnusableScores as error:
         return Problem("unstable", f"two runs of the check on the same model do not compare: {error}", error.remedy), ()
     allowed = budget.max_drop * (abs(before.mean) if budget.relative else 1)

@@ -73,7 +73,7 @@ class Jury:
             share = len(half) / len(scores.values)
             before, scores = before.at(half), scores.at(half)
         try:
-            found = accuracy.compare(before, scores, budget, share=share, confirmed_at=confidence)
+            found = accuracy.compare(before, scores, budget, share=share, confirmed_at=confidence, unpaired=self.unsplit)
         except UnusableScores as error:
             return Judgement("fail", math.inf, None, None, None, str(error))
         return found if self.halves is not None or budget.confidence is None else accuracy.unsplit(found, self.unsplit)
