@@ -6,6 +6,7 @@ import collections
 import contextlib
 import io
 import itertools
+import math
 import os
 import random
 import sys
@@ -482,6 +483,31 @@ def test_values_that_repeat_by_nature_are_no_overlap(calibration, check):
 ], ids=lambda calls: f"{len(calls)} calls")
 def test_the_same_samples_are_found_however_they_are_asked_for(calibration, check):
     assert samples.overlap(calibration, seen(*check)).refused
+
+
+def passes(data, count, seed, batch=10):
+    """The batches of several epochs, each in an order of its own; the last one may end early."""
+    rng = random.Random(seed)
+    order = [index for _ in range(math.ceil(count)) for index in rng.sample(range(len(data)), len(data))][:int(count * len(data))]
+    return [(data[order[start:start + batch]],) for start in range(0, len(order), batch)]
+
+
+@pytest.mark.parametrize("times", [1, 1.5, 2, 2.5, 3, 5])
+@pytest.mark.parametrize("check_times", [1, 1.5, 2, 3])
+def test_data_that_is_gone_through_several_times_is_found_too(times, check_times):
+    """What repeats was taken for values that repeat by nature, so that the very data of the check was let through."""
+    data = torch.randn(200, 8, generator=torch.Generator().manual_seed(3))
+    assert samples.overlap(passes(data, times, 1), seen(*passes(data, check_times, 2))).refused
+    assert samples.overlap(passes(torch.cat([data[:20], data[:180] + 9]), times, 1), seen(*passes(data, check_times, 2))).refused
+    assert not samples.overlap(passes(data + 9, times, 1), seen(*passes(data, check_times, 2))).refused
+
+
+@pytest.mark.parametrize("kinds", [1, 3, 4])
+@pytest.mark.parametrize("times", [1, 2])
+def test_values_that_repeat_by_nature_are_no_overlap_however_often_they_are_gone_through(kinds, times):
+    for seed in range(20):
+        mine, theirs = drawn(2 * seed, 200, kinds).float(), drawn(2 * seed + 1, 200, kinds).float()
+        assert not samples.overlap(passes(mine, times, seed), seen(*passes(theirs, times, seed + 1))).refused
 
 
 def test_padding_does_not_hide_a_sample():
