@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import io
+import itertools
+import math
 import os
 import random
 import sys
@@ -17,6 +19,8 @@ from saturate.inference import samples
 from saturate.inference.accuracy import Budget
 from saturate.inference.checking import controls, scored
 from saturate.inference.failures import CheckFailed, WorkerFailed
+from saturate.inference.jury import Jury
+from saturate.inference.scores import read
 
 torch = pytest.importorskip("torch", reason="models need torch")
 
@@ -289,6 +293,56 @@ def test_a_check_that_shuffles_is_seen_where_the_model_scores_all_alike():
     assert not controls(lambda run: agreement(run, range(60)), run, Budget(0.1)).shuffled
 
 
+def test_a_check_that_draws_its_samples_anew_certifies_nothing():
+    """It was split by place: samples that had chosen confirmed as well."""
+    draw = random.Random(0)
+
+    def subset(run):
+        chosen = draw.sample(range(60), 40)
+        return [float(hit) for hit in run(INPUTS[chosen]).argmax(-1) == LABELS[chosen]]
+
+    weak = lambda x: 5 * x + 2 * torch.sin(40 * x.sum(-1, keepdim=True) + torch.arange(4))      # noqa: E731
+    for model, alike in ((weak, False), (run, True)):
+        found = controls(subset, model, Budget(0.4))
+        assert found.problem is None and (len(set(found.baseline.scores.values)) == 1) == alike
+        jury, notes = Jury.of(found, Budget(0.4))
+        assert jury.halves is None and any("fix the seed" in note for note in notes)
+        for turn in (None, 0):
+            judged = jury.judge(found.baseline.scores, turn)
+            assert judged.verdict == "undecided" and "other inputs each time" in judged.reason
+
+
+def test_inputs_that_differ_in_their_last_bits_are_no_other_samples():
+    tries = itertools.count()
+
+    def computed(run):
+        return (-torch.nn.functional.cross_entropy(run(INPUTS * (1 + 2e-7 * next(tries))), LABELS, reduction="none")).tolist()
+
+    found = controls(computed, run, Budget(0.4))
+    assert found.problem is None and not found.redrawn and Jury.of(found, Budget(0.4))[0].halves is not None
+
+
+@pytest.mark.parametrize("confidence", [0.95, None])
+@pytest.mark.parametrize("count", [60, 40])
+def test_answers_that_changed_are_not_counted_between_samples_of_different_places(count, confidence):
+    """A model that was not changed failed: "20.0% of the answers changed between right and wrong"."""
+    draw, budget = random.Random(0), Budget(0.4, max_flips=0.01, confidence=confidence)
+    weak = lambda x: 5 * x + 2 * torch.sin(40 * x.sum(-1, keepdim=True) + torch.arange(4))      # noqa: E731
+
+    def check(run):
+        chosen = draw.sample(range(60), count)
+        return [float(hit) for hit in run(INPUTS[chosen]).argmax(-1) == LABELS[chosen]]
+
+    found = controls(check, weak, budget)
+    assert found.problem is None and (found.shuffled, found.redrawn) == (count == 60, count < 60)
+    jury, _ = Jury.of(found, budget)
+    for turn in (None, 0):
+        judged = jury.judge(scored(check, weak).scores, turn)
+        assert (judged.verdict, judged.flip_rate) == ("undecided", None) and "sample by sample" in judged.reason
+    worse = jury.judge(read([0.0] * count))
+    assert (worse.verdict, worse.flip_rate) == ("fail", None) and "changed" not in worse.reason
+
+
 def test_a_check_at_chance_is_said_to_see_little():
     generator = torch.Generator().manual_seed(0)
 
@@ -429,6 +483,31 @@ def test_values_that_repeat_by_nature_are_no_overlap(calibration, check):
 ], ids=lambda calls: f"{len(calls)} calls")
 def test_the_same_samples_are_found_however_they_are_asked_for(calibration, check):
     assert samples.overlap(calibration, seen(*check)).refused
+
+
+def passes(data, count, seed, batch=10):
+    """The batches of several epochs, each in an order of its own; the last one may end early."""
+    rng = random.Random(seed)
+    order = [index for _ in range(math.ceil(count)) for index in rng.sample(range(len(data)), len(data))][:int(count * len(data))]
+    return [(data[order[start:start + batch]],) for start in range(0, len(order), batch)]
+
+
+@pytest.mark.parametrize("times", [1, 1.5, 2, 2.5, 3, 5])
+@pytest.mark.parametrize("check_times", [1, 1.5, 2, 3])
+def test_data_that_is_gone_through_several_times_is_found_too(times, check_times):
+    """What repeats was taken for values that repeat by nature, so that the very data of the check was let through."""
+    data = torch.randn(200, 8, generator=torch.Generator().manual_seed(3))
+    assert samples.overlap(passes(data, times, 1), seen(*passes(data, check_times, 2))).refused
+    assert samples.overlap(passes(torch.cat([data[:20], data[:180] + 9]), times, 1), seen(*passes(data, check_times, 2))).refused
+    assert not samples.overlap(passes(data + 9, times, 1), seen(*passes(data, check_times, 2))).refused
+
+
+@pytest.mark.parametrize("kinds", [1, 3, 4])
+@pytest.mark.parametrize("times", [1, 2])
+def test_values_that_repeat_by_nature_are_no_overlap_however_often_they_are_gone_through(kinds, times):
+    for seed in range(20):
+        mine, theirs = drawn(2 * seed, 200, kinds).float(), drawn(2 * seed + 1, 200, kinds).float()
+        assert not samples.overlap(passes(mine, times, seed), seen(*passes(theirs, times, seed + 1))).refused
 
 
 def test_padding_does_not_hide_a_sample():

@@ -196,9 +196,11 @@ def unsplit(judgement: Judgement, why: str = "") -> Judgement:
     return replace(judgement, verdict="undecided", drop_ci=None, samples_needed=needed, reason=reason)
 
 
-def compare(baseline: Scores, candidate: Scores, budget: Budget, *, share: float = 1.0, confirmed_at: float | None = None) -> Judgement:
+def compare(baseline: Scores, candidate: Scores, budget: Budget, *, share: float = 1.0, confirmed_at: float | None = None,
+            unpaired: str = "") -> Judgement:
     """The verdict on a candidate. `share`: of the check's samples, these are; `confirmed_at`: the confidence at which it
-    will have to pass (None: the budget's). Both only change the number of samples that are said to be needed.
+    will have to pass (None: the budget's). Both only change the number of samples that are said to be needed. `unpaired`: why values at
+    one place are not known to be of one sample; their means still compare, but which answers changed is not known.
 
     Raises `UnusableScores` where the two are not scores of the same samples, and where the budget means nothing for
     these scores (`Budget.problem`).
@@ -214,16 +216,17 @@ def compare(baseline: Scores, candidate: Scores, budget: Budget, *, share: float
         raise UnusableScores(
             f"the check returned {len(baseline.values)} scores for the baseline, {len(candidate.values)} for the candidate",
             "return one value per sample, for the same samples in the same order each time")
-    return _few_flips(_paired(baseline.values, candidate.values, budget, share, confirmed_at or budget.confidence), budget)
+    found = _paired(baseline.values, candidate.values, budget, share, confirmed_at or budget.confidence)
+    return _few_flips(replace(found, flip_rate=None) if unpaired else found, budget, unpaired)
 
 
-def _few_flips(found: Judgement, budget: Budget) -> Judgement:
-    """The same, unless more answers changed between right and wrong than the budget lets."""
+def _few_flips(found: Judgement, budget: Budget, unpaired: str = "") -> Judgement:
+    """The same, unless more answers changed between right and wrong than the budget lets, or nobody knows how many did."""
     if budget.max_flips is None or found.verdict == "fail":
         return found
     if found.flip_rate is None:
         return replace(found, verdict="undecided", samples_needed=None,
-                       reason="max_flips asks how many answers changed, which only a value of right or wrong per sample tells")
+                       reason=unpaired or "max_flips asks how many answers changed, which only a value of right or wrong per sample tells")
     if found.flip_rate <= budget.max_flips:
         return found
     return replace(found, verdict="fail", samples_needed=None,

@@ -16,7 +16,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
@@ -46,6 +46,12 @@ SHUFFLED = ("the check gives the same values in another order each time, so cand
             "be kept to confirm a choice")
 
 _LEAVE_OUT = f"{SHUFFLED}: leave out what shuffles them"
+
+#: What is known of a check that draws a part of its data, or changes it at random. Which sample is which nobody can tell then.
+REDRAWN = ("the check gives the model other inputs each time, so candidates cannot be compared sample by sample, nor can samples be kept to "
+           "confirm a choice")
+
+_FIX_SEED = f"{REDRAWN}: fix the seed of what is random"
 
 Check = Callable[[Callable[..., Any]], Any]
 
@@ -95,6 +101,7 @@ class Controls:
     baseline: Scored
     spread: float | None = None         # between two runs on the baseline, in units of the score; 0: the same
     shuffled: bool = False              # two runs of it go through the same samples in another order
+    redrawn: bool = False               # ... or through other samples
     noise: float | None = None          # the score of noise in place of the answers; None: not known, see notes
     problem: Problem | None = None
     notes: tuple[str, ...] = ()
@@ -164,7 +171,11 @@ def controls(check: Check, run: Callable[..., Any], budget: Budget, until_s: flo
                 and (first.asked != again.asked or _same_in_another_order(first.scores, again.scores)))
     if first.samples == again.samples and first.asked != again.asked and len(set(first.scores.values or ())) == 1:
         shuffled, notes = True, (*notes, _LEAVE_OUT)       # scores that are all alike, as those of agreement with the model are, do not show it
-    return _against_noise(check, pool, budget, Controls(first, spread, shuffled, notes=notes, seconds=min(first.seconds, again.seconds)),
+    before, after = first.scores.values or (), again.scores.values or ()
+    redrawn = first.samples != again.samples and bool(before) and (not _close(before, after) or len(set(before)) == 1)
+    if redrawn:                 # inputs that are computed may differ in their last bits: then each score is what it was
+        notes = (*notes, _FIX_SEED)
+    return _against_noise(check, pool, budget, Controls(first, spread, shuffled, redrawn, notes=notes, seconds=min(first.seconds, again.seconds)),
                           first.scores)
 
 
@@ -193,7 +204,8 @@ def _repeatable(first: Scored, before: Scores, again: Scored, after: Scores,
         cause = "it scores the same answers differently"
     what = f"two runs of the check on the same model differ by {abs(before.mean - after.mean):.3g}: {cause}"
     try:
-        verdicts = {compare(one, other, budget).verdict for one, other in ((before, after), (after, before))}
+        unpaired = REDRAWN if first.samples != again.samples else ""
+        verdicts = {compare(one, other, budget, unpaired=unpaired).verdict for one, other in ((before, after), (after, before))}
     except UnusableScores as error:
         return Problem("unstable", f"two runs of the check on the same model do not compare: {error}", error.remedy), ()
     allowed = budget.max_drop * (abs(before.mean) if budget.relative else 1)
@@ -205,7 +217,10 @@ def _repeatable(first: Scored, before: Scores, again: Scored, after: Scores,
 
 def _same_in_another_order(before: Scores, after: Scores) -> bool:
     """Up to rounding: a kernel may add up otherwise where a sample has another place in its batch."""
-    one, other = sorted(before.values or ()), sorted(after.values or ())
+    return _close(sorted(before.values or ()), sorted(after.values or ()))
+
+
+def _close(one: Sequence[float], other: Sequence[float]) -> bool:
     return len(one) == len(other) > 0 and all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) for a, b in zip(one, other))
 
 

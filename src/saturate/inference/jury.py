@@ -46,8 +46,8 @@ class Jury:
         jury, notes = cls(scores, budget, asked=found.baseline.asked, answers=found.baseline.answers, seconds=found.seconds), list(found.notes)
         if scores.values is None:
             return jury, [*notes, "the check returns a single number: it cannot certify a budget; return one value per sample"]
-        if found.shuffled:
-            return replace(jury, unsplit=checking.SHUFFLED), notes
+        if found.shuffled or found.redrawn:
+            return replace(jury, unsplit=checking.SHUFFLED if found.shuffled else checking.REDRAWN), notes
         count = len(scores.values)
         if count >= accuracy.FEWEST_TO_SPLIT:
             return replace(jury, halves=accuracy.split(count)), notes
@@ -73,7 +73,7 @@ class Jury:
             share = len(half) / len(scores.values)
             before, scores = before.at(half), scores.at(half)
         try:
-            found = accuracy.compare(before, scores, budget, share=share, confirmed_at=confidence)
+            found = accuracy.compare(before, scores, budget, share=share, confirmed_at=confidence, unpaired=self.unsplit)
         except UnusableScores as error:
             return Judgement("fail", math.inf, None, None, None, str(error))
         return found if self.halves is not None or budget.confidence is None else accuracy.unsplit(found, self.unsplit)
