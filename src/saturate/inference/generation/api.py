@@ -91,7 +91,7 @@ def generate(
     torch = _torch()
     model, draft = unwrapped(torch, model), unwrapped(torch, draft)
     _warn_of(model)
-    rows = shapes.as_lists(prompts)
+    rows = shapes.as_lists(prompts, model)
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
     way = Way(draft, adapter, draft_adapter, tokenizers, lengths=None if lengths is None else tuple(lengths),
               may_stop=lengths is None or len(lengths) > 1)
@@ -121,7 +121,7 @@ class GenerationResult:
     def generate(self, prompts: Any, max_new_tokens: int | None = None) -> Generation:
         """New tokens for other prompts, in this process, in batches of the size that was optimized for. The first
         call prepares the loop."""
-        rows = shapes.as_lists(prompts)
+        rows = shapes.as_lists(prompts, self._given.model)
         request = (
             self._request
             if max_new_tokens is None
@@ -237,7 +237,7 @@ def optimize(
     torch = _torch()
     model, draft = unwrapped(torch, model), unwrapped(torch, draft)
     _warn_of(model)
-    selection, confirmation = shapes.halves(shapes.as_lists(prompts), batch_size)
+    selection, confirmation = shapes.halves(shapes.as_lists(prompts, model), batch_size)
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
     started = clock.monotonic()
     given_s = seconds_of(time)
