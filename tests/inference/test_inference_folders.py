@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import tempfile
 
 import pytest
@@ -30,6 +31,21 @@ def stored(folder, **changes):
         change(manifest[name])
     (made / "manifest.json").write_text(json.dumps({**manifest, "digest": artifact.digest(manifest)}))
     return made
+
+
+def test_a_file_of_another_size_is_damage_without_being_read(tmp_path, monkeypatch):
+    """A terabyte of nothing takes no room on a disk, and reading it takes half an hour."""
+    damaged, digest_of = stored(tmp_path), folders.hashlib.file_digest
+    os.truncate(damaged / "weights", 2**40)
+
+    def small_only(file, kind):
+        assert os.fstat(file.fileno()).st_size < 2**20
+        return digest_of(file, kind)
+
+    monkeypatch.setattr(folders.hashlib, "file_digest", small_only)
+    with pytest.raises(ArtifactDamaged) as raised:
+        saturate.load(damaged)
+    assert raised.value.cause == f"weights has {2**40:,} bytes, and 8 were stored"
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a" * 300 + "/b"])

@@ -256,7 +256,7 @@ def check(folder: Path, files: Sequence[StoredFile]) -> None:
     for stored in files:
         path = inside(folder, stored.path)
         try:
-            size_bytes, sha256 = digest(path)
+            size_bytes, sha256 = digest(path, stored.size_bytes)
         except FileNotFoundError:
             raise damaged(folder, f"{stored.path} is missing") from None
         except OSError as error:
@@ -292,12 +292,16 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-def digest(path: Path) -> tuple[int, str]:
-    """Size and SHA-256 of a regular file; OSError where it is none."""
+def digest(path: Path, wanted_bytes: int | None = None) -> tuple[int, str]:
+    """Size and SHA-256 of a regular file; OSError where it is none. wanted_bytes: of a file of another size nothing is read: it may be
+    so large that this would not end."""
     # Not blocking: a pipe in the place of a file must not be waited for.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
+        if wanted_bytes not in (None, status.st_size):
+            return status.st_size, ""
         found = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="generation needs torch")
@@ -11,6 +13,7 @@ from torch import nn  # noqa: E402
 
 from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
 from saturate.inference.generation import build, generate, host, models, optimize, proof  # noqa: E402
+from saturate.inference.generation.artifact import Program  # noqa: E402
 from saturate.inference.generation.decode import Request  # noqa: E402
 from saturate.inference.generation.recipe import MODEL, Given, Recipe  # noqa: E402
 from saturate.inference.techniques._api import NotApplied  # noqa: E402
@@ -269,3 +272,29 @@ def test_drafts_behind_the_end_of_a_text_did_not_stay(draft):
 def test_build_takes_off_the_wrapping_too():
     loop = build.build(torch, torch.compile(toys.Cached(), backend="eager"), build.Way(), PROMPTS, Request(4))
     assert loop.target.name == "Cached" and loop.known_tokens == 13
+
+
+# -- what is given beside tokens ----------------------------------------------------------------------------------------
+
+
+class Seeing(toys.Cached):
+    """A language model that may be shown a picture."""
+
+    def forward(self, ids, cache=None, pixel_values=None, labels=None):
+        return super().forward(ids, cache) + (0 if pixel_values is None else pixel_values.mean())
+
+
+def test_a_picture_beside_the_tokens_is_not_dropped_without_a_word():
+    """The text would be that of the tokens alone."""
+    tokens, picture = {"input_ids": torch.tensor(PROMPTS[:1])}, {"pixel_values": torch.ones(1, 3, 2, 2)}
+    found = optimize(Seeing(), PROMPTS, max_new_tokens=4, time="1s", ways=(), isolate=False)
+    for call in (lambda prompts: generate(Seeing(), prompts, max_new_tokens=4), found.generate,
+                 lambda prompts: optimize(Seeing(), prompts, max_new_tokens=4, time="1s", ways=(), isolate=False),
+                 Program(torch, Given(Seeing()), Recipe(), Request(4), 1)):
+        for prompts in ({**tokens, **picture}, SimpleNamespace(**tokens, **picture), [{**tokens, **picture}, PROMPTS[1]]):
+            with pytest.raises(UsageError, match="hold pixel_values beside their tokens") as refused:
+                call(prompts)
+            assert refused.value.remedy
+    columns = {"labels": tokens["input_ids"], "text": ["a column of a data set"], "pixel_values": None}
+    assert found.generate({**tokens, **columns}).tokens == found.generate(PROMPTS[0]).tokens
+    assert len(generate(toys.Cached(), {**tokens, **picture}, max_new_tokens=4).tokens) == 1, "a model that takes none"

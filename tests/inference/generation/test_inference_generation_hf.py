@@ -198,3 +198,17 @@ def test_what_the_generation_configuration_asks_for_and_is_not_done_is_said(recw
 def test_a_setting_does_nothing_at_its_own_neutral_value(name, value, done):
     configuration = types.SimpleNamespace(to_dict=lambda: {name: value})
     assert not_done(types.SimpleNamespace(generation_config=configuration)) == ([] if done else [f"{name} {value}"])
+
+
+def test_padding_without_a_mask_is_not_taken_for_text_without_a_word(recwarn):
+    """Their own generate leaves it out, by its number."""
+    model, rows = made("Llama", pad_token_id=39), [[39, 39, 3, 4], [9, 8, 9, 8]]
+    mask = [[0, 0, 1, 1], [1, 1, 1, 1]]
+    ids = torch.tensor(rows)
+    theirs = model.generate(ids, max_new_tokens=4, do_sample=False)[:, 4:].tolist()
+    assert generate(model, {"input_ids": ids, "attention_mask": mask}, max_new_tokens=4).tokens == theirs
+    assert generate(model, ids, max_new_tokens=4, eos=39).tokens      # one that ends texts may begin one
+    assert not [one for one in recwarn if "padding" in str(one.message)]
+    for padded in (ids, ids.flip(1)):
+        with pytest.warns(UserWarning, match="token 39, which is padding"):
+            generate(model, padded, max_new_tokens=4)

@@ -417,6 +417,7 @@ def judged(check, budget, run, *, confirming=False):
     search = module.Search.__new__(module.Search)
     search.check, search.budget, search.kinds, search.notes, search.memory = check, budget, {"weights"}, [], remembered.Memory()
     search.selection, search.request, search.deadline = [[[1]] * 100], decode.Request(1), float("inf")
+    search.given = SimpleNamespace(model=None)
     search._best = module.Ready("plain", module.PLAIN, None)
     search._base = host = SimpleNamespace(prepare=lambda rows, request: SimpleNamespace(tokens=run(rows)))
     search._control()
@@ -472,7 +473,7 @@ def test_a_record_holds_no_infinite_drop():
 def test_a_check_that_asks_one_prompt_several_times_gets_several_texts():
     """Each of its batches began from the same seed: eight samples of one answer were one, counted eight times."""
     search = module.Search.__new__(module.Search)
-    search.selection, search.request = [[[1]] * 2], decode.Request(6, Sampling(seed=3))
+    search.given, search.selection, search.request = SimpleNamespace(model=None), [[[1]] * 2], decode.Request(6, Sampling(seed=3))
     loop = build(torch, toys.Cached(), Way(), [[1, 2, 3]] * 2, search.request)
     host = SimpleNamespace(prepare=lambda rows, request: loop.generate(rows, request))
     texts = search._run(host, [[1, 2, 3]] * 8)

@@ -17,7 +17,7 @@ from saturate.inference.accuracy import Budget, refuse_other
 from saturate.inference.api import memory_limit, running_model, seconds_of
 from saturate.inference.generation import artifact, conclusion, remembered
 from saturate.inference.generation import prompts as shapes
-from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, not_done
+from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, not_done, padding_in
 from saturate.inference.generation.decode import Loop, Request, Run
 from saturate.inference.generation.host import Served, Yard
 from saturate.inference.generation.models import Adapter
@@ -91,8 +91,9 @@ def generate(
     torch = _torch()
     model, draft = unwrapped(torch, model), unwrapped(torch, draft)
     _warn_of(model)
-    rows = shapes.as_lists(prompts)
+    rows = shapes.as_lists(prompts, model)
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
+    _warn_of_padding(model, rows, request)
     way = Way(draft, adapter, draft_adapter, tokenizers, lengths=None if lengths is None else tuple(lengths),
               may_stop=lengths is None or len(lengths) > 1)
     with evaluating(torch, *_models(model, draft)):
@@ -121,7 +122,7 @@ class GenerationResult:
     def generate(self, prompts: Any, max_new_tokens: int | None = None) -> Generation:
         """New tokens for other prompts, in this process, in batches of the size that was optimized for. The first
         call prepares the loop."""
-        rows = shapes.as_lists(prompts)
+        rows = shapes.as_lists(prompts, self._given.model)
         request = (
             self._request
             if max_new_tokens is None
@@ -237,8 +238,10 @@ def optimize(
     torch = _torch()
     model, draft = unwrapped(torch, model), unwrapped(torch, draft)
     _warn_of(model)
-    selection, confirmation = shapes.halves(shapes.as_lists(prompts), batch_size)
+    rows = shapes.as_lists(prompts, model)
+    selection, confirmation = shapes.halves(rows, batch_size)
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
+    _warn_of_padding(model, rows, request)
     started = clock.monotonic()
     given_s = seconds_of(time)
     deadline = started + given_s
@@ -288,6 +291,13 @@ def _warn_of(model: Any) -> None:
     if undone:
         warnings.warn(f"the model's generation_config asks for {', '.join(undone)}, which is not done here: the model's own generate "
                       "may say something else", stacklevel=3)
+
+
+def _warn_of_padding(model: Any, rows: list[list[int]], request: Request) -> None:
+    pad = padding_in(model, rows, request.eos)
+    if pad is not None:
+        warnings.warn(f"some prompts begin or end with token {pad}, which is padding by the model's configuration, and is taken for text here: "
+                      "pass what the tokenizer returns, with its attention_mask", stacklevel=3)
 
 
 def _generation(runs: list[Run]) -> Generation:

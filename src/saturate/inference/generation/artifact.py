@@ -122,7 +122,7 @@ class Program:
         if max_new_tokens is None:
             max_new_tokens = known.max_new_tokens
         request = Request(max_new_tokens, known.sampling, known.eos)
-        batches = shapes.batches(shapes.as_lists(prompts), self.batch_size)
+        batches = shapes.batches(shapes.as_lists(prompts, self._given.model), self.batch_size)
         loop = self.served(batches[0], request).loop
         return [self._torch.tensor(row) for run in loop.generate_all(batches, request) for row in run.tokens]
 

@@ -148,6 +148,18 @@ def eos_of(model: Any, eos: int | Sequence[int] | None) -> frozenset[int]:
     return frozenset(plain if isinstance(plain, Iterable) and not isinstance(plain, str) else [plain])
 
 
+def padding_in(model: Any, rows: Sequence[list[int]], eos: frozenset[int]) -> int | None:
+    """The token that prompts of one length look padded with, by the model's own configuration; None: they do not. Its own `generate`
+    leaves it out, also without an attention mask, unless it ends texts, too."""
+    known = [getattr(owner, "pad_token_id", None) for owner in (getattr(model, "generation_config", None), text_config(model))]
+    begins = getattr(text_config(model), "bos_token_id", None)
+    pad = next((token for token in known if whole(token)), None)
+    if pad is None or pad in eos or pad == begins or len({len(row) for row in rows}) != 1:
+        return None
+    padded = [pad in (row[0], row[-1]) for row in rows if row]
+    return pad if any(padded) and not all(padded) else None
+
+
 #: Settings of Hugging Face's generation that change no token here: what is given to the call instead, what is bookkeeping, and
 #: what acts on several beams only, whose number is named.
 _NO_MATTER = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -10,10 +11,14 @@ from saturate.errors import UsageError
 
 _SHAPES = "token numbers of one prompt, a list of such prompts, a tensor [rows, tokens], or what a tokenizer returns"
 
+#: What comes with tokens, and is not lost if only these are given to a model: what is done here by itself, and what a training would take.
+_BESIDE = frozenset(("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "targets"))
 
-def as_lists(prompts: Any) -> list[list[int]]:
+
+def as_lists(prompts: Any, model: Any = None) -> list[list[int]]:
     """A prompt (numbers), several (of any lengths), a tensor or array of one or two dimensions, or a mapping with
-    "input_ids" and maybe "attention_mask", whose masked tokens are left out. Raises UsageError for anything else."""
+    "input_ids" and maybe "attention_mask", whose masked tokens are left out. model: that they are for. Raises UsageError for anything
+    else, and for a mapping that holds more of what the model takes (an image): only tokens are given to it."""
     if isinstance(prompts, Mapping) and "input_ids" not in prompts:
         raise UsageError(f"there is no 'input_ids' among {', '.join(map(str, prompts)) or 'nothing'}", remedy=f"pass {_SHAPES}")
     if isinstance(prompts, Mapping) or hasattr(prompts, "input_ids"):
@@ -23,6 +28,7 @@ def as_lists(prompts: Any) -> list[list[int]]:
             if isinstance(prompts, Mapping)
             else getattr(prompts, "attention_mask", None)
         )
+        _refuse_others(prompts, model)
         rows = as_lists(ids)
         if mask is None:
             return rows
@@ -41,7 +47,7 @@ def as_lists(prompts: Any) -> list[list[int]]:
         return [[int(item) for item in items]]
     rows = []
     for item in items:
-        found = as_lists(item)
+        found = as_lists(item, model)
         if len(found) != 1:
             raise UsageError("prompts are nested too deep, or one of them is empty", remedy=f"pass {_SHAPES}")
         rows += found
@@ -85,6 +91,22 @@ def halves(prompts: Sequence[list[int]], size: int) -> tuple[list[list[list[int]
         filled = (half * -(-wanted // len(half)))[:wanted]
         both.append(batches(filled, size))
     return both[0], both[1]
+
+
+def _refuse_others(prompts: Any, model: Any) -> None:
+    """Raise UsageError for what stands beside the tokens and would change what the model says. Columns of a data set that it does not
+    take are nothing to it."""
+    try:
+        takes = inspect.signature(getattr(model, "forward", model)).parameters.keys() - _BESIDE
+    except (TypeError, ValueError):         # no model, or one that does not say what it takes
+        return
+    beside = prompts if isinstance(prompts, Mapping) else getattr(prompts, "__dict__", {})
+    if others := [name for name in beside if name in takes and beside[name] is not None]:
+        raise UsageError(
+            f"the prompts hold {', '.join(others)} beside their tokens, and only tokens are given to {type(model).__name__} here",
+            cause="it would answer as if the rest were not there",
+            remedy="pass the input_ids and attention_mask alone, or use the model's own generate",
+        )
 
 
 def _whole(item: Any) -> bool:

@@ -328,7 +328,7 @@ class Search:
             self.notes += notes
 
     def _run(self, host: Host, prompts: Any) -> list[list[int]]:
-        rows = as_lists(prompts)
+        rows = as_lists(prompts, self.given.model)
         size = max(map(len, self.selection))
         answers: list[list[int]] = []
         for number, at in enumerate(range(0, len(rows), size)):
