@@ -86,6 +86,22 @@ def test_techniques_are_those_that_fit(rule, changes, techniques):
     assert answer.techniques == techniques and answer.advice
 
 
+@pytest.mark.parametrize(
+    ("rule", "rows", "techniques"),
+    [
+        ("input-bound", True, ["batch-assembly", "loader-workers", "dataset-cache"]),
+        ("input-bound", None, ["loader-workers", "dataset-cache"]),
+        ("input-bound-cpu", True, ["batch-assembly", "loader-workers", "dataset-cache"]),
+        ("input-bound-cpu", False, ["loader-workers", "dataset-cache"]),
+        ("input-bound-io", True, ["loader-workers", "dataset-cache"]),
+        ("input-bound-workers", True, ["batch-assembly", "loader-workers"]),
+    ],
+)
+def test_only_rows_that_are_stacked_one_by_one_may_be_taken_at_once(rule, rows, techniques):
+    first = next(one for one in CASES if one.rule == rule)
+    assert found(rule, but(first.fires, loader__tensor_rows=rows)).techniques == techniques
+
+
 def test_the_advice_of_fp32_products_names_what_there_is():
     first = case("fp32-matmul").fires
     assert "set_float32_matmul_precision" in found("fp32-matmul", first).advice

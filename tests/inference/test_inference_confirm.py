@@ -24,13 +24,13 @@ from test_inference_search import (
 )
 
 from saturate.errors import EnvironmentProblem
-from saturate.inference import api, confirm, plan, result
+from saturate.inference import api, confirm, result
 from saturate.inference.accuracy import Judgement
 from saturate.inference.candidates import Candidate
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.scores import Scores
 from saturate.inference.search import Search, Tried
-from saturate.records.inference import Timing
+from saturate.records.inference import LEFT_OUT, Timing
 from saturate.techniques._api import Touch
 
 __all__ = ["quick"]         # a fixture
@@ -365,7 +365,7 @@ def test_the_model_is_the_best_lossless_one_only_where_no_other_can_be() -> None
     assert "had no turn" in result.undecided_lossless(search)
     alone = walk(World({"int8": 0.2}, {"int8": 0.001}), INT8)
     assert result.undecided_lossless(alone) == ""
-    alone.pool.refused["run"] = plan.LEFT_OUT
+    alone.pool.refused["run"] = LEFT_OUT
     assert "left out" in result.undecided_lossless(alone)
 
 

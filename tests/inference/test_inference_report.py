@@ -11,7 +11,15 @@ import pytest
 from pages import Page, stands_alone
 
 from saturate.inference.result import Result
-from saturate.records.inference import SEARCH_ENDED, TIME_ENDED, CandidateRecord, Fate, OptimizeRecord, ThroughputRow
+from saturate.records.inference import (
+    LEFT_OUT,
+    SEARCH_ENDED,
+    TIME_ENDED,
+    CandidateRecord,
+    Fate,
+    OptimizeRecord,
+    ThroughputRow,
+)
 from saturate.records.result import Phase
 from saturate.report import inference as report
 from saturate.report import inference_charts as charts
@@ -90,6 +98,19 @@ def test_where_nothing_was_measured_the_first_that_ran_says_why():
     assert say.why_nothing(waiting) == "the time ended before the first candidate's turn: give it more"
     interrupted = [msgspec.structs.replace(one, reason=SEARCH_ENDED) for one in waiting.candidates]
     assert say.why_nothing(msgspec.structs.replace(waiting, candidates=interrupted)) == "the search was ended before the first candidate's turn"
+
+
+def test_what_the_user_left_out_did_not_wait_for_its_turn():
+    left_out = CandidateRecord(id="compile", techniques=[], fate="not_tried", reason=LEFT_OUT)
+    assert say.why_nothing(msgspec.structs.replace(optimizations.nothing(), candidates=[left_out])) == "no candidate could be measured"
+
+
+def test_the_page_numbers_what_was_measured_and_nothing_else():
+    record = optimizations.win()
+    text = page.render(record)
+    measured = [one.id for one in record.candidates if one.latency_ms is not None]
+    assert all(re.search(rf"<b>\d+\. {re.escape(id)}</b>", text) for id in measured) and f"<b>{len(measured)}. " in text
+    assert all(f"<b>{one.id}</b>" in text for one in record.candidates if one.latency_ms is None)
 
 
 def test_the_one_whose_final_race_did_not_decide_comes_first_and_no_ratio_twice():

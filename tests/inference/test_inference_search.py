@@ -24,7 +24,7 @@ from saturate.inference.limits import over_limit, surely_over_limit
 from saturate.inference.scores import Scores
 from saturate.inference.search import Search, Tried
 from saturate.measure.race import Limits
-from saturate.records.inference import ModelFacts, Timing
+from saturate.records.inference import LEFT_OUT, ModelFacts, Timing
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 
 
@@ -219,6 +219,12 @@ def test_without_a_check_only_lossless_candidates_run() -> None:
     world = World({"run": 0.5, "bf16": 0.1})
     search = walk(world, RUN, BF16, check=False)
     assert world.started == ["run"] and "no check" in search.pool.refused["bf16"]
+
+
+def test_what_the_user_left_out_was_not_tried_which_does_not_say_that_it_does_not_apply() -> None:
+    found = plan.pool(registry(RUN, OTHER, technique("third", refuse="it needs CUDA")), ModelFacts(), check=True, skip=("other",))
+    assert [(row.id, row.fate, row.reason) for row in result.refused(found)] == [
+        ("other", "not_tried", LEFT_OUT), ("third", "not_applicable", "it needs CUDA")]
 
 
 def test_switches_that_help_are_combined_and_others_are_not() -> None:

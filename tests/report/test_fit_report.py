@@ -77,6 +77,12 @@ def test_a_few_steps_are_not_called_a_proof():
     assert "Measured, not proved" in page and "Proved for" not in page and "No batch was proved" in page
 
 
+def test_a_knee_is_spoken_of_only_where_throughput_was_measured():
+    page = fit_html.render(CASES["grows"])
+    assert "Knee" not in page and "<dt>Throughput</dt><dd>not measured</dd>" in page
+    assert "<dt>Knee</dt><dd>206</dd>" in fit_html.render(CASES["fits"])
+
+
 def test_memory_that_grows_is_named():
     text = fit.summary(CASES["grows"], width=100, color=False)
     assert text.startswith("a batch of 412 fits 4.00 GiB for about 1,087 steps: memory grows\n")

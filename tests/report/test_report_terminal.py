@@ -170,7 +170,7 @@ def test_control_characters_of_a_workload_never_reach_the_terminal():
     [
         (None, "not measured"),
         (float("nan"), "not finite"),
-        (0.0, "0.0000"),
+        (0.0, "0"),
         (0.0123, "0.0123"),
         (0.5, "0.500"),
         (2.1, "2.10"),

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from saturate.findings import _registry as rules
 from saturate.records.analysis import Profile
-from saturate.records.facts import Facts, LoaderFacts
+from saturate.records.facts import Facts, LoaderFacts, MachineFacts
+from saturate.records.observations import Observations
 from saturate.report.analysis import summary
 from saturate.report.analysis_html import render
 from saturate.report.profile_brief import brief
@@ -175,3 +177,16 @@ def test_kernels_that_no_operator_of_torch_launched_leave_no_rate(tmp_path: Path
     assert "FlashAttnFunc" in found.unknown["flops_per_step"] and "FlashAttnFunc" in found.unknown["flops_coverage"]
     norm = profiled(tmp_path, launching(node="FusedRMSNorm", kernel="rms_norm_kernel"), facts(), modules=MODULES)
     assert norm.mfu == whole.mfu and norm.flops_coverage == pytest.approx(950 / 960, abs=0.01)
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_training_that_waits_for_rows_of_tensors_is_told_of_batch_assembly(rows):
+    """A TensorDataset starved a small model, and neither the finding nor the next command named what is made for it."""
+    loaded = Facts(loaders=(LoaderFacts(num_workers=0, batch_size=64, tensor_rows=rows),), machine=MachineFacts(cpu_count=2.0))
+    sample = {**SAMPLE, "num_workers": 0, "dataset": {"kind": "TensorDataset", "file": "dataset.py", "line": 1, "function": "__getitem__",
+              "collate": None}, "read_bytes": 0, "worker_ns": 0, "idle_ns": {}, "fetch_ns": 8_000_000, "fetch_cpu_ns": 7_900_000,
+              "fetch_queued_ns": 0, "fetch_waiting": 0}
+    loader = diagnose._loader(Seen(loaded, sample=sample), str)
+    seen = Observations(device="cpu", steps=20, step_ms=1.0, input_wait=0.8, input_wait_raw=0.8, loader=loader)
+    (found,) = (one for one in rules.detect(seen, frozenset({"batch-assembly", "loader-workers"})) if one.id == "input-bound-cpu")
+    assert found.techniques == ["batch-assembly", "loader-workers"][not rows:]

@@ -24,7 +24,8 @@ from saturate.study import memory, unprofiled, waits
 from saturate.study import profile as study_profile
 from saturate.study.profile import _queue, _timed_steps, nothing, recorded_steps
 from saturate.study.seen import Seen
-from saturate.study.state import Request
+from saturate.study.state import Request, Study
+from saturate.trial.outcome import Outcome
 
 pytest.importorskip("numpy")
 
@@ -365,6 +366,16 @@ def test_nothing_to_tell_is_a_whole_record():
     assert found.next_command == "saturate profile --step backward:4 --dir '/data/a b' -- python train.py"
     assert isinstance(found, Profile) and found.unknown["verdict"] == "too short"
     assert set(Analysis.__struct_fields__) < set(Profile.__struct_fields__)
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    ("several_trainings", "saturate explain several_trainings"), ("not_in_time", "saturate profile --budget 10m -- python train.py"),
+    ("", "saturate profile -- python train.py")])
+def test_what_asks_for_another_command_is_not_followed_by_the_same(kind, said, tmp_path):
+    study = Study(request(budget_s=300.0), tmp_path, SimpleNamespace(trials=lambda: [{"log": "log"}]), {}, lambda line: None)    # type: ignore[arg-type]
+    if kind:
+        assert study_profile.baseline.failed(study, Outcome(kind, "two of its processes train", "give another one")) is False
+    assert study_profile._finished(study, None).next_command == said
 
 
 def test_words_that_are_not_utf8_are_saved(tmp_path, monkeypatch):

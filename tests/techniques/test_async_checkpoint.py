@@ -164,7 +164,10 @@ RANKS = """
         bare._BARRIERS = ()
         bare.apply(Context(torch), bare.Options("thread"))
     torch.save({"rank": rank, "x": torch.ones(1000)}, f"shard{rank}.pt")
-    barrier() if "--named" in sys.argv else dist.barrier()
+    if "--scattered" in sys.argv:       # rank 1 tells the others
+        dist.scatter_object_list([None], ["saved", "saved"] if rank else None, src=1)
+    else:
+        barrier() if "--named" in sys.argv else dist.barrier()
     if not rank:
         os.symlink("shard1.pt", "latest")
         print(int(os.path.exists("shard1.pt")), flush=True)
@@ -174,11 +177,11 @@ RANKS = """
 """
 
 
-@pytest.mark.parametrize("guarded, named", [(True, False), (True, True), pytest.param(False, False, marks=pytest.mark.slow)])
-def test_a_barrier_means_durable_on_every_rank(tmp_path, script, clean_environment, guarded, named):
+@pytest.mark.parametrize("guarded, how", [(True, ""), (True, "--named"), (True, "--scattered"), pytest.param(False, "", marks=pytest.mark.slow)])
+def test_a_barrier_means_durable_on_every_rank(tmp_path, script, clean_environment, guarded, how):
     """Rank 1's disk is slow. Without the guard on barriers, rank 0 moves `latest` too early, and that is seen."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone",
-               str(script(RANKS)), *["--guarded"] * guarded, *["--named"] * named]
+               str(script(RANKS)), *["--guarded"] * guarded, *[how] * bool(how)]
     done = subprocess.run(command, cwd=tmp_path, env={**clean_environment, "OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True, timeout=180)
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,9 @@ FETCH_WAITS = 0.5
 SPARE_CORES = 0.3
 SPARE_SHARE = 0.1
 
+#: The technique that helps a TensorDataset, and nothing else.
+ROWS_AT_ONCE = "batch-assembly"
+
 Shortage = Literal["cpu", "io", "workers"]
 
 
@@ -78,8 +81,14 @@ def waiting(
         ],
         wait if seen.device == "cpu" else may_vanish(seen, wait),
         direct=direct,
+        techniques=_helping(rule, seen.loader),
         advice=advice,
     )
+
+
+def _helping(rule: Rule, loader: LoaderSeen) -> tuple[str, ...]:
+    """The rule's techniques without the one for rows that are stacked one by one, unless that is what the loader does."""
+    return tuple(name for name in rule.techniques if name != ROWS_AT_ONCE or loader.tensor_rows)
 
 
 def may_vanish(seen: Observations, wait: float) -> float:

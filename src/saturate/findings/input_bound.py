@@ -23,7 +23,8 @@ copies to the device, which come after the batch has arrived.
 
 What helps
 ----------
-More loader workers, decoding less or earlier, and storage that is nearer. `saturate profile` tells which.
+More loader workers, decoding less or earlier, and storage that is nearer; for rows of a `TensorDataset`, a batch of
+them in one operation. `saturate profile` tells which.
 
 References
 ----------
@@ -41,7 +42,7 @@ from saturate.records.observations import Observations
 RULE = Rule(
     id="input-bound",
     title="waiting for input",
-    techniques=("loader-workers", "dataset-cache"),
+    techniques=("batch-assembly", "loader-workers", "dataset-cache"),
     needs=frozenset({"steps", "busy"}),
     fields=frozenset({"data_wait"}),
 )

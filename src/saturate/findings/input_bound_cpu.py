@@ -24,9 +24,9 @@ adding workers does not help when no core is free. A batch that is too small.
 
 What helps
 ----------
-Workers, where there are none and cores are free. Otherwise less work per sample: a faster decoder, decoding to the
-size that is needed, transforms on whole batches or on the device, or preparing the data once and storing the
-result.
+For rows of a `TensorDataset`, which are stacked one by one, a batch of them in one operation. Workers, where there are
+none and cores are free. Otherwise less work per sample: a faster decoder, decoding to the size that is needed,
+transforms on whole batches or on the device, or preparing the data once and storing the result.
 
 References
 ----------
@@ -45,7 +45,7 @@ from saturate.records.observations import Observations
 RULE = Rule(
     id="input-bound-cpu",
     title="making a batch takes too much CPU",
-    techniques=("loader-workers", "dataset-cache"),
+    techniques=("batch-assembly", "loader-workers", "dataset-cache"),
     needs=frozenset({"steps", "busy"}),
     fields=frozenset({"data_wait"}),
 )

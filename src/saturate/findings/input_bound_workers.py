@@ -21,7 +21,8 @@ with all cores busy, where more workers only wait for a core. A batch that is to
 
 What helps
 ----------
-More workers; and workers that stay alive between epochs, if epochs are short.
+More workers; and workers that stay alive between epochs, if epochs are short. Rows of a `TensorDataset` need fewer of
+them where a batch is made in one operation.
 
 References
 ----------
@@ -40,7 +41,7 @@ from saturate.records.observations import Observations
 RULE = Rule(
     id="input-bound-workers",
     title="too few loader workers",
-    techniques=("loader-workers",),
+    techniques=("batch-assembly", "loader-workers"),
     needs=frozenset({"steps", "busy"}),
     fields=frozenset({"data_wait"}),
 )

@@ -15,13 +15,10 @@ from typing import Any
 
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.techniques._api import LOSSLESS, Eligible, Ineligible, bound_of, variants_of
-from saturate.records.inference import ModelFacts
+from saturate.records.inference import LEFT_OUT, ModelFacts
 
 #: A switch that gains less alone is not worth combining; screening sees no less either.
 HELPS = 1.02
-
-#: Why a technique is in no candidate that the user does not want there.
-LEFT_OUT = "left out by --only or --skip"
 
 #: Runtimes that a number format is tried with, the fastest lossless ones first.
 RUNTIMES = 2

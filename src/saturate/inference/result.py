@@ -19,12 +19,12 @@ from saturate.inference.artifact import Artifact
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed
 from saturate.inference.phases import slack_s
-from saturate.inference.plan import HELPS, LEFT_OUT
+from saturate.inference.plan import HELPS, Pool
 from saturate.inference.racing import Race
 from saturate.inference.source import Source
 from saturate.inference.tried import Tried, code
 from saturate.machine import facts as machine
-from saturate.records.inference import SEARCH_ENDED, TIME_ENDED, Best, CandidateRecord, Fate, OptimizeRecord
+from saturate.records.inference import LEFT_OUT, SEARCH_ENDED, TIME_ENDED, Best, CandidateRecord, Fate, OptimizeRecord
 from saturate.records.result import Phase
 from saturate.trial.lock import FolderLock
 
@@ -190,9 +190,7 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
     verdict = verdict_of(won, final, search, complete and not waiting and not open_ones(search))
     best = best_of(won, lossless, final, versus, unraced) if verdict == "faster" else None
     rows = [rowed(found, lab) for found in search.tried.values()]
-    rows += [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], fate="not_applicable", reason=reason)
-             for id, reason in search.pool.refused.items()]
-    rows += waiting
+    rows += [*refused(search.pool), *waiting]
     return OptimizeRecord(
         run=secrets.token_hex(4), model=facts.kind, device=facts.device, machine=machine.cpu_name() or "unknown processor", torch=facts.torch,
         objective=search.objective, batch_size=facts.batch_size, max_drop=budget.max_drop if budget else None,
@@ -267,6 +265,12 @@ def rowed(found: Tried, lab: Lab) -> CandidateRecord:
     if row.latency_ms is not None and batch_size:
         row = msgspec.structs.replace(row, throughput_per_s=1000 * batch_size / row.latency_ms.p50)
     return row
+
+
+def refused(pool: Pool) -> list[CandidateRecord]:
+    """Techniques that no candidate may hold: the user left them out, or they do not apply."""
+    return [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], reason=reason,
+                            fate="not_tried" if reason == LEFT_OUT else "not_applicable") for id, reason in pool.refused.items()]
 
 
 def untried(search: Search, threads: int, reason: str) -> list[CandidateRecord]:

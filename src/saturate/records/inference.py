@@ -26,6 +26,9 @@ Fate = Literal["kept", "dominated", "slower", "no_difference", "inconclusive", "
 #: Why a candidate is `not_tried`: the time that was given is over, or somebody or something ended the search before that.
 TIME_ENDED, SEARCH_ENDED = "the time ended before its turn", "the search was ended before its turn"
 
+#: ... or the user does not want it in any candidate.
+LEFT_OUT = "left out by --only or --skip"
+
 
 @dataclass(frozen=True)
 class ModelFacts:

@@ -23,6 +23,7 @@ class LoaderSeen:
     read_bytes_per_s: float | None = None   # from storage, during the step
     io_wait: float | None = None            # share of the fetch that waited for storage
     slowest: str = ""                       # "train.py:17 __getitem__"; two joined by "or" where it is one of them
+    tensor_rows: bool | None = None         # rows of a TensorDataset, stacked one by one by the default collate function
 
 
 @dataclass(frozen=True)

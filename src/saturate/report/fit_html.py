@@ -44,7 +44,9 @@ def _header(found: Fit) -> Markup:
         ("Script's own batch", f"{found.script_batch:,}" if found.script_batch else "unknown"),
         ("Largest that fits", f"{found.largest_fitting:,}" if found.largest_fitting else "none"),
         *([("Measured, not proved", f"{found.measured_batch:,}")] if found.measured_batch else []),
-        ("Knee", f"{found.knee:,}" if found.knee else "not measured"), ("Processes", str(found.trial_count)),
+        # The section on throughput says what a knee is; without one, nothing does.
+        ("Knee", f"{found.knee:,}" if found.knee else "unknown") if found.throughput else ("Throughput", "not measured"),
+        ("Processes", str(found.trial_count)),
         ("Time", f"{found.seconds:.0f} s")]
     lede = found.reason or (say.peak_words(found) if found.micro_batch is not None else "")
     return tag(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 
 from saturate.records.inference import CandidateRecord, OptimizeRecord
@@ -209,7 +211,8 @@ def _throughput(record: OptimizeRecord) -> Markup | None:
 def _decisions(record: OptimizeRecord) -> Markup | None:
     if not record.candidates:
         return None
-    rows = [_decision(index, one, record.relative) for index, one in enumerate(record.candidates, 1)]
+    places = itertools.count(1)
+    rows = [_decision(next(places) if one.latency_ms is not None else None, one, record.relative) for one in record.candidates]
     return section(
         "decisions", "Candidates",
         "Everything that was considered, and what became of it. Latency in milliseconds per call; speed-up over the model as it is.",
@@ -224,7 +227,8 @@ def _decisions(record: OptimizeRecord) -> Markup | None:
     )
 
 
-def _decision(index: int, one: CandidateRecord, relative: bool) -> list[object]:
+def _decision(place: int | None, one: CandidateRecord, relative: bool) -> list[object]:
+    """`place`: among those that were measured; what was not has none."""
     times = one.latency_ms
     latency = " / ".join(words.ms(value) for value in (times.p50, times.p90, times.p99)) if times else ""
     prepared = _prepared(one)
@@ -235,7 +239,7 @@ def _decision(index: int, one: CandidateRecord, relative: bool) -> list[object]:
     return [
         join(
             [
-                tag("b", f"{index}. {one.id}"),
+                tag("b", one.id if place is None else f"{place}. {one.id}"),
                 tag("span", f"{words.capital(say.reason(one).rstrip('.'))}.{layers}{done}{prepared}", class_="sub"),
             ]
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from saturate.records.inference import SEARCH_ENDED, CandidateRecord, OptimizeRecord, Timing
+from saturate.records.inference import LEFT_OUT, SEARCH_ENDED, CandidateRecord, OptimizeRecord, Timing
 from saturate.records.result import Phase
 from saturate.records.sizes import show
 from saturate.report import words
@@ -115,7 +115,7 @@ def why_nothing(record: OptimizeRecord) -> str:
     tried = [one for one in record.candidates if one.speedup is not None]
     if not tried:
         ran = next((one for one in record.candidates if one.fate in ("failed", "not_applied", "rejected_behaviour")), None)
-        waiting = next((one for one in record.candidates if one.fate == "not_tried"), None)
+        waiting = next((one for one in record.candidates if one.fate == "not_tried" and one.reason != LEFT_OUT), None)
         if ran is None and waiting is not None:
             cut = waiting.reason == SEARCH_ENDED
             return "the search was ended before the first candidate's turn" if cut else _before_the_first(record)

@@ -47,9 +47,11 @@ def ms(value: float | None) -> str:
         return UNMEASURED
     if not math.isfinite(value):
         return "not finite"
+    if value == 0:
+        return "0"
     size = abs(value)
     digits = 0 if size >= 10_000 else 1 if size >= 10 else 2 if size >= 1 else 3 if size >= 0.1 else 4
-    return f"{value:,.{digits}f}" if size >= 0.001 or value == 0 else f"{value:.1e}"
+    return f"{value:,.{digits}f}" if size >= 0.001 else f"{value:.1e}"
 
 
 def seconds(value: float | None) -> str:

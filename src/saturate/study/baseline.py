@@ -218,7 +218,7 @@ def failed(study: Study, outcome: Outcome) -> bool:
     if outcome.kind == "not_in_time":
         study.needs_budget = f"{math.ceil(2 * study.request.budget_s / 60)}m"
     if outcome.kind in ("too_short", "never_trained", "no_step", "several_trainings", "ranks_apart", "not_in_time"):
-        study.refusal = f"{outcome.reason}; {outcome.remedy}"
+        study.refusal, study.refused = f"{outcome.reason}; {outcome.remedy}", outcome.kind
         study.say(f"cannot measure: {study.refusal}")
         return False
     raise ending.failure(outcome, "the command fails by itself; nothing else was tried", "make the command work without saturate first", str(log))

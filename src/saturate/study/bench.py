@@ -25,7 +25,7 @@ from saturate.study.rates import Window, differ, rate
 from saturate.study.store import Store
 from saturate.trial import planning
 from saturate.trial.layers import clear_away, collect_caches, discard, left_behind
-from saturate.trial.outcome import OUT_OF_MEMORY, Outcome
+from saturate.trial.outcome import OUT_OF_MEMORY, SHOWN_BY, Outcome
 from saturate.trial.process import Trial, TrialEnded, TrialSpec, Workload
 
 #: Longest warm-up, as a share of the budget: a recipe that takes longer to settle is measured as it is then.
@@ -163,8 +163,8 @@ class Bench:
         def tell() -> None:
             began, pause_s = time.monotonic(), FIRST_WORD_S
             while not come.wait(pause_s):
-                self.say(f"  no training step after {time.monotonic() - began:.0f} s; a step ends with loss.backward() and an optimizer's step "
-                         "or an update by hand")
+                self.say(f"  no training step was seen to repeat in {time.monotonic() - began:.0f} s ({SHOWN_BY}); a step ends with loss.backward() "
+                         "and an optimizer's step or an update by hand")
                 pause_s = NEXT_WORD_S
 
         thread = threading.Thread(target=tell, name="waiting", daemon=True)

@@ -311,7 +311,8 @@ def _loader(seen: Seen, shorten: Callable[[str], str]) -> LoaderSeen:
     places = [lines[0][:3]] if sampled else [(one["file"], one["line"], one["function"]) for one in (dataset, collate) if one]
     return LoaderSeen(
         num_workers=loader.num_workers, batch_size=loader.batch_size, pin_memory=loader.pin_memory,
-        persistent_workers=loader.persistent_workers, cpu_count=facts.machine.cpu_count, busy_cores=_busy_cores(sample, facts),
+        persistent_workers=loader.persistent_workers, tensor_rows=loader.tensor_rows,
+        cpu_count=facts.machine.cpu_count, busy_cores=_busy_cores(sample, facts),
         fetch_cpu=_fetch_cpu(sample, loader), io_wait=_io_wait(sample),
         read_bytes_per_s=read / wall * 1e9 if read is not None else None,
         slowest=" or ".join(f"{shorten(file)}:{line} {function}" for file, line, function in places if file),

@@ -83,7 +83,7 @@ def _finished(study: Study, seen: Seen | None) -> Profile:
     if seen is None or not seen.traces:
         problem = seen.record.get("problem") if seen else None
         reason = study.refusal or problem or "the workload ended before it was recorded"
-        return nothing(study.request, reason)
+        return nothing(study.request, reason, _following(study))
     study.say("reading the trace")
     found = diagnose.diagnose(study.request, seen, _applicable(study, seen.facts))
     found = msgspec.structs.replace(found, report=str(study.report_path))
@@ -107,13 +107,23 @@ def _applicable(study: Study, facts: Facts) -> frozenset[str]:
     return frozenset(identity for identity, module in study.registry.items() if applies(module))
 
 
-def nothing(request: Request, reason: str) -> Profile:
-    """The record where nothing could be seen."""
+def _following(study: Study) -> str:
+    """What to type where the same command would end the same; "" where it may not."""
+    if study.needs_budget:
+        return _again(study.request, "--budget", study.needs_budget)
+    return f"saturate explain {study.refused}" if study.refused else ""
+
+
+def _again(request: Request, *options: str) -> str:
+    return joined(["saturate", "profile", *request.options(), *options, "--", *request.argv])
+
+
+def nothing(request: Request, reason: str, following: str = "") -> Profile:
+    """The record where nothing could be seen. `following`: what to type next, if not the same."""
     unmeasured = Problem(id="nothing-measured", message=reason, blocks=["steps"])
     unseen = Analysis(devices=[], integrity=Integrity(ok=False, problems=[unmeasured]), verdict="unknown", findings=[],
                       unknown={"verdict": reason})
-    again = joined(["saturate", "profile", *request.options(), "--", *request.argv])
-    empty = Profile(**msgspec.structs.asdict(unseen), command=request.argv, next_command=again)
+    empty = Profile(**msgspec.structs.asdict(unseen), command=request.argv, next_command=following or _again(request))
     memory = msgspec.structs.replace(empty.memory, unknown=dict.fromkeys(_missing(empty.memory), reason))
     return msgspec.structs.replace(empty, memory=memory, unknown={**dict.fromkeys(_missing(empty), reason), **empty.unknown})
 

@@ -125,6 +125,7 @@ class Study:
     tuned: dict[str, Any] = field(default_factory=dict)
     needs_budget: str = ""              # "27m": the --budget that would do, where this one is too short for anything
     refusal: str | None = None          # why nothing can be measured or verified; the verdict is then inconclusive
+    refused: str = ""                   # the kind of outcome behind it, of which `saturate explain` says more
     deviated: str = ""                  # how the final set, which had verified, trained otherwise in its last race
     nothing_fits: bool = False          # sets were looked for that keep the memory limit, and there is none
     starved: str = ""                   # the baseline runs out of memory by itself, and how that showed

@@ -70,7 +70,7 @@ COSTS_NOTE = f"{TECHNIQUE.id}:costs"
 
 #: What a rank may tell others by: they may open its files afterwards.
 _BARRIERS = ("barrier", "monitored_barrier", "all_gather_object", "gather_object", "broadcast_object_list",
-             "destroy_process_group")
+             "scatter_object_list", "destroy_process_group")
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class LastWords:
 A_FEW_STEPS = 24
 #: As many would do, were they not so short.
 MANY_STEPS = 72
+#: ... and some have to be made before any is.
+SHOWN_BY = "three of them show what a step is"
 NO_STEP_REMEDY = "say what ends a step with --step backward:N"
 
 #: `saturate explain KIND` says what each means, and what to do.
@@ -193,8 +195,8 @@ def late(patience_s: float, in_study: bool) -> Outcome:
     if in_study:
         return Outcome("not_in_time", f"after {patience_s:.0f} s it had not come to where it is measured, and the budget has no more time for it",
                        "give it a longer --budget")
-    return Outcome("not_in_time", f"no training step was seen in the {patience_s:.0f} s that the budget gives its start",
-                   "give it a longer --budget, or a configuration that starts sooner; a loop that uses "
+    return Outcome("not_in_time", f"no training step was seen to repeat in the {patience_s:.0f} s that the budget gives its start",
+                   f"give it a longer --budget, or a configuration that starts sooner or has shorter steps ({SHOWN_BY}); a loop that uses "
                    "torch.func, torch.autograd.grad or torch.distributed.autograd alone, without loss.backward(), is not followed")
 
 
