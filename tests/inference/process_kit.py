@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,13 @@ class OnlyIn:
 
 def only_in_this(context: object) -> OnlyIn:
     return OnlyIn(os.getpid())
+
+
+def temporary_file(context: object) -> str:
+    """One that stays, as a compiler's does when it is killed."""
+    descriptor, path = tempfile.mkstemp()
+    os.close(descriptor)
+    return path
 
 
 def page_faults(context: object) -> int:

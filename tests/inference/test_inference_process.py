@@ -8,6 +8,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -212,7 +213,7 @@ def test_a_frozen_process_does_not_run_and_a_request_wakes_it(shared: Worker) ->
 
 
 def test_the_environment_of_the_user_is_not_left_in_a_file(shared: Worker) -> None:
-    assert sorted(os.listdir(shared.folder)) == ["output.log", "scratch"]
+    assert {*os.listdir(shared.folder)} - {"tmp"} == {"output.log", "scratch"}
     assert shared.folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -531,6 +532,19 @@ def test_the_speed_of_a_process_does_not_hang_on_what_it_did_before(tmp_path: Pa
             assert worker.ask("process_kit:page_faults") - before < 50 * 50
 
 
+@pytest.mark.parametrize("name", ["short", 80 * "long"])
+def test_temporary_files_of_a_candidate_go_with_it(source: Source, name: str) -> None:
+    """A search that ended a candidate in the middle of its compilation left gcc's files in /tmp."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as there:
+        folder = Path(there, name[:200])
+        folder.mkdir()
+        with Worker(source, Candidate(), folder=folder, threads=1, prepare_s=120.0, facts=ModelFacts()) as worker:
+            path = Path(worker.ask("process_kit:temporary_file"))
+            assert path.exists() and path.parent == process.layers.scratch_folder(worker.folder), path
+            assert path.is_relative_to(folder) is (name == "short") and len(str(path.parent)) <= 71, "sockets have room there"
+        assert not path.parent.exists() and worker.log.exists()
+
+
 def test_what_a_killed_search_has_left_is_removed(tmp_path: Path) -> None:
     """Each kill left gigabytes of compiled programs and weights in the working folder, and none was ever removed."""
     for name in ("process-0123abcd", "process-of-mine"):
@@ -538,6 +552,8 @@ def test_what_a_killed_search_has_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / name / "supervise.json").write_text("{}")
         (tmp_path / name / "output.log").touch()
     (tmp_path / "process-76543210").symlink_to(tmp_path / "process-of-mine")
+    elsewhere = process.layers.make_scratch(tmp_path / "process-0123abcd")
     process.clear_away(tmp_path)
+    assert not elsewhere.exists()
     assert [path.name for path in (tmp_path / "process-0123abcd").iterdir()] == ["output.log"]
     assert len(list((tmp_path / "process-of-mine").iterdir())) == 3

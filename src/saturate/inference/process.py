@@ -34,7 +34,7 @@ from saturate.inference.techniques._api import Entry, Proof
 from saturate.inference.worker import Order
 from saturate.records import sizes
 from saturate.records.inference import ModelFacts
-from saturate.trial import meter, supervised, tree
+from saturate.trial import layers, meter, supervised, tree
 from saturate.trial.outcome import FAULTS, NO_ROOM, OUT_OF_MEMORY, classify
 
 #: Every process of a candidate has this variable, with a value of its own.
@@ -104,7 +104,7 @@ class Worker:
         `time.monotonic()`: `request_limit_s` says what that means for a request. `facts`: None: the first
         process of a source observes them and leaves them there."""
         self.source = source
-        self.folder = _private(Path(folder))
+        self.folder = _private(Path(folder).absolute())
         self.log = self.folder / "output.log"
         self.frozen = False
         self.cpu: int | None = None         # on which it ended its latest block
@@ -121,6 +121,7 @@ class Worker:
         began = time.monotonic()
         try:
             scratch.mkdir()
+            layers.make_scratch(self.folder)
             self._stream, there = socket.socketpair()
             with there:
                 self._supervisor = self._start(there, threads)
@@ -239,7 +240,7 @@ class Worker:
             self._meter.close()
         self._stop()
         self._stream.close()
-        shutil.rmtree(self.folder / "scratch", ignore_errors=True)
+        _discard(self.folder)
 
     def __enter__(self) -> Worker:
         return self
@@ -257,7 +258,9 @@ class Worker:
         environment.update({
             "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1", "TORCHINDUCTOR_CACHE_DIR": str(self.source.folder.absolute() / "inductor"),
-            SCRATCH: str((self.folder / "scratch").absolute()), _MARK: self._token})
+            SCRATCH: str(self.folder / "scratch"), _MARK: self._token,
+            # A compiler that is killed removes none of its temporary files.
+            "TMPDIR": str(layers.scratch_folder(self.folder))})
         return supervised.start(self.folder, {
             "argv": [sys.executable, "-c", code], "cwd": os.getcwd(), "environment": environment, "log": str(self.log)}, [there.fileno()])
 
@@ -361,12 +364,18 @@ def _private(folder: Path) -> Path:
     return own
 
 
+def _discard(own: Path) -> None:
+    """Remove what a process wrote into its private folder `own`, and into its TMPDIR."""
+    for folder in (own / "scratch", layers.scratch_folder(own.absolute())):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def clear_away(folder: Path) -> None:
     """Remove what the processes of a search that was killed have left in its folder: programs and weights, and what they were started
     with. Hold the folder's lock. Logs stay."""
     for own in folder.glob(f"process-{8 * '[0-9a-f]'}"):
         if not own.is_symlink():
-            shutil.rmtree(own / "scratch", ignore_errors=True)
+            _discard(own)
             with contextlib.suppress(OSError):
                 (own / supervised.ORDER).unlink()
 

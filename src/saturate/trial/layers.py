@@ -61,8 +61,8 @@ def _merge(source: Path, target: Path) -> None:
 
 
 def scratch_folder(run_dir: Path) -> Path:
-    """The TMPDIR of an intercepted trial: in the run folder, or, where the path of a socket there would be too long, a
-    folder under /tmp whose name follows from the run folder's."""
+    """The TMPDIR of an intercepted trial, and of a candidate of `optimize`: in the run folder, or, where the path of a socket
+    there would be too long, a folder under /tmp whose name follows from the run folder's."""
     inside = run_dir / "tmp"
     if len(os.fsencode(inside)) <= _SOCKET_PATH_BYTES - _SOCKET_NAME_BYTES:
         return inside
