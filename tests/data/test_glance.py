@@ -210,7 +210,8 @@ def test_what_a_library_of_c_holds_open_is_seen_whatever_module_it_says_it_is_of
     monkeypatch.setitem(sys.modules, "lmdb", lmdb)
     assert open_file(held) == open_connection(held) == "Environment"
     for module, name in (("pysam.libcfaidx", "FastaFile"), ("soundfile", "SoundFile"), ("pyedflib.edfreader", "EdfReader"),
-                         ("pyBigWig", "bigWigFile"), ("torchcodec.decoders._video_decoder", "VideoDecoder")):
+                         ("pyBigWig", "bigWigFile"), ("torchcodec.decoders._video_decoder", "VideoDecoder"),
+                         ("torchcodec.decoders._audio_decoder", "AudioDecoder"), ("torio.io._streaming_media_decoder", "StreamingMediaDecoder")):
         assert open_file([type(name, (), {"__module__": module})()]) == name
 
 

@@ -35,7 +35,7 @@ _CONNECTIONS = {("sqlite3", "Connection"), ("sqlite3", "Cursor"), ("lmdb", "Envi
                 ("pysam", "FastaFile"), ("pysam", "AlignmentFile"), ("pysam", "VariantFile"), ("pysam", "TabixFile"), ("cv2", "VideoCapture"),
                 ("decord", "VideoReader"), ("av", "InputContainer"), ("rasterio", "DatasetReader"), ("osgeo", "Dataset"),
                 ("openslide", "OpenSlide"), ("soundfile", "SoundFile"), ("pyedflib", "EdfReader"), ("pyBigWig", "bigWigFile"),
-                ("torchcodec", "VideoDecoder"), ("torchcodec", "AudioDecoder"), ("torchaudio", "StreamReader")}
+                ("torchcodec", "VideoDecoder"), ("torchcodec", "AudioDecoder"), ("torchaudio", "StreamReader"), ("torio", "StreamingMediaDecoder")}
 
 PLAIN = (type(None), bool, int, float, complex, str)
 
