@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("numpy")
+
+from saturate.records.analysis import Analysis
 from saturate.records.facts import Facts
-from saturate.study import profile
+from saturate.records.observations import Observations
+from saturate.study import diagnose, profile
+from saturate.study.seen import Seen
 
 REACHED = {"float32": 2e11, "bfloat16": 9e11, "copy": 4e10, "unknown": {}}
 
@@ -25,3 +30,10 @@ def test_without_one_of_both_there_is_none(missing):
 
 def test_without_the_shorter_format_there_is_that_of_the_longer():
     assert profile._roofs(Facts(device="cuda"), {"float32": 2e11, "copy": 4e10}).rates == {"float32": 2e11}
+
+
+@pytest.mark.parametrize(("rates", "ratio"), [(REACHED, 4.5), ({**REACHED, "bfloat16": 1e11}, 0.5), ({"float32": 2e11, "copy": 4e10}, None), ({}, None)])
+def test_the_rules_are_told_what_bf16_reaches_here(rates, ratio):
+    """A CPU's flags said that it multiplies bf16, and it did at half the rate of fp32: the finding had one turn wasted on it."""
+    seen = Seen(Facts(device="cpu"), step_ns=[10_000_000], ceilings=profile._roofs(Facts(device="cpu"), rates))
+    assert diagnose.observe(seen, Analysis(), Observations(), {}, str).bf16_rate == ratio

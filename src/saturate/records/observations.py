@@ -139,6 +139,7 @@ class Observations:
     device_name: str = ""
     capability: tuple[int, int] | None = None
     bf16_native: bool | None = None         # the device multiplies bf16 matrices in hardware
+    bf16_rate: float | None = None          # measured rate of bf16 matrix products over that of fp32 ones; None: not measured
     steps: int = 0                          # observed; 0: nothing is concluded; 1: with low confidence
     step_ms: float | None = None
     step_ms_recorded: float | None = None   # of the steps that waits were timed in, where a profiler made them longer

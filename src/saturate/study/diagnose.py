@@ -13,6 +13,7 @@ import msgspec
 from saturate.findings import _registry as rules
 from saturate.machine import accelerators
 from saturate.records.analysis import Analysis, Memory, ModuleCost, Problem, Profile, Sync
+from saturate.records.ceilings import Ceilings
 from saturate.records.command_line import joined
 from saturate.records.facts import BY_HAND, Facts, LoaderFacts
 from saturate.records.observations import (
@@ -260,6 +261,7 @@ def observe(
         "device_name": facts.device_name or facts.machine.cpu_name,
         "capability": None if facts.rocm or not facts.capability else tuple(facts.capability),       # AMD's is no CUDA one
         "bf16_native": facts.machine.cpu_bf16_native if cpu else base.bf16_native if facts.rocm else facts.cuda_bf16_native,
+        "bf16_rate": _bf16_rate(seen.ceilings),
         "step_ms": seen.step_ms,
         "step_ms_recorded": base.step_ms,
         "gc_pause": sample["gc_ns"] / sample["wall_ns"] if sample else None,
@@ -288,6 +290,12 @@ def observe(
     if fetched is not None:        # without a profiler, and nothing to hide behind
         changes |= {"input_wait": min(1.0, fetched), "input_wait_raw": min(1.0, fetched)}
     return dataclasses.replace(base, **changes)
+
+
+def _bf16_rate(ceilings: Ceilings | None) -> float | None:
+    """Of products in bfloat16, over that in float32."""
+    rates = ceilings.rates if ceilings else {}
+    return rates["bfloat16"] / rates["float32"] if rates.get("bfloat16") and rates.get("float32") else None
 
 
 def _collections_called(sample: dict[str, Any], shorten: Callable[[str], str]) -> dict[str, Any]:
