@@ -130,7 +130,7 @@ class Arena:
     def learn_noise(self, contestant: Contestant, limits: Limits = AA) -> Result:
         """Race a contestant against itself, as a study does before its first question."""
         found = self.race(f"A/A {contestant.id}", contestant, contestant, limits)
-        self.racer.learn_noise(found.pairs, found.work)
+        self.racer.noise.learn(found.pairs, found.work)
         return found
 
 

@@ -111,7 +111,7 @@ class Exhaustive:
         """The fastest subset that verifies (perhaps none: the baseline), and how many subsets were raced."""
         self.begin()
         found = self.racer.run("A/A", (), (), self.care.noise, math.inf)
-        self.racer.learn_noise(found.pairs, found.work)
+        self.racer.noise.learn(found.pairs, found.work)
         if self.verifier.check_baseline() is not None:
             return (), 0
         raced = [(result.gain, subset) for subset in subsets(self._most_effective(pool, alone))

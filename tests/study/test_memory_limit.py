@@ -16,6 +16,7 @@ from saturate.study.bench import Bench
 from saturate.study.candidates import key
 from saturate.study.memory_limit import Fitting, let_go
 from saturate.study.peaks import Peaks
+from saturate.study.race_noise import Noise
 from saturate.study.racing import Result
 from saturate.study.search import Search
 from saturate.study.standing import CannotVerify, LimitPassed
@@ -77,7 +78,7 @@ class World:
         self.ends = math.inf
         self.refusal: str | None = None     # as a verifier
         self.pair_s = 10.0
-        self.steadying: set[str] = set()
+        self.noise = Noise(self.threshold)
 
     def numbers(self, techniques: Any) -> tuple[float, float]:
         need, step = 8.0, 100.0

@@ -25,6 +25,7 @@ class Racer:
         self.clock, self.pair_s, self.pair = clock, pair_s, pair
         self.pairs: list[list[float]] = []
         self.ci = (-0.1, 0.3)
+        self.noise = self
 
     def run(self, question, a, b, limits, deadline, share_base=False, min_pairs=1):
         while len(self.pairs) < min_pairs:
@@ -32,7 +33,7 @@ class Racer:
             self.pairs.append(self.pair)
         return SimpleNamespace(pairs=self.pairs, pair_s=self.pair_s, work=[], gain=0.0, gain_ci=self.ci, decision=SimpleNamespace(estimate=race.estimate(self.pairs)))
 
-    def learn_noise(self, pairs, work=()):
+    def learn(self, pairs, work=()):
         self.learned = pairs
 
 

@@ -156,13 +156,13 @@ def test_what_the_kernel_did_for_a_pair_that_was_cut_short_is_not_known_to_be_al
     slow, fast, unknown = KernelWork(1000.0, 1.0), KernelWork(0.0, 0.0), KernelWork(math.nan, math.nan)
     pairs = [[0.2, 0.21], [0.2, 0.22], [0.01, 0.02]]
     racer = Racer(Bench(), 0.02)
-    assert racer._by_state(pairs, [(slow, fast), (slow, fast), (fast, fast)], ONE_PAIR) is not None
-    assert racer._by_state(pairs, [(slow, fast), (slow, fast), (unknown, unknown)], ONE_PAIR) is None
-    racer.learn_noise(pairs, [(slow, fast), (unknown, unknown), (fast, fast)])
-    assert racer.even_pairs == pairs[2:] and racer.aa_pairs == pairs
+    assert racer.noise.by_state(pairs, [(slow, fast), (slow, fast), (fast, fast)], ONE_PAIR) is not None
+    assert racer.noise.by_state(pairs, [(slow, fast), (slow, fast), (unknown, unknown)], ONE_PAIR) is None
+    racer.noise.learn(pairs, [(slow, fast), (unknown, unknown), (fast, fast)])
+    assert racer.noise.even_pairs == pairs[2:] and racer.noise.aa_pairs == pairs
     alternating = Racer(Bench(), 0.02, "alternate")
-    alternating.learn_noise(pairs, [(unknown, unknown)] * 3)
-    assert alternating.steady_sd == alternating.between_sd > 0.05, "of processes that run one after the other it is never known"
+    alternating.noise.learn(pairs, [(unknown, unknown)] * 3)
+    assert alternating.noise.steady_sd == alternating.noise.between_sd > 0.05, "of processes that run one after the other it is never known"
 
 
 def test_the_processes_of_a_pair_can_be_looked_at_while_they_live():
@@ -781,9 +781,9 @@ def test_a_race_knows_what_the_kernel_did_for_either_process(monkeypatch):
 def test_pairs_are_judged_by_state_where_one_side_ends_a_difference_and_by_even_pairs_where_both_do():
     uneven, even = (KernelWork(1400.0, 3.0), KernelWork(0.0, 0.0)), (KernelWork(1.0, 0.0), KernelWork(0.0, 0.0))
     racer = in_whole_blocks(Bench(scatter=0.001))
-    racer.learn_noise([[0.25, 0.25, 0.26], [0.001, 0.0, -0.001]], [uneven, even])
-    assert racer.between_sd > 5 * racer.steady_sd and racer.steady_sd < 0.013
-    racer.steadying.add("t")
+    racer.noise.learn([[0.25, 0.25, 0.26], [0.001, 0.0, -0.001]], [uneven, even])
+    assert racer.noise.between_sd > 5 * racer.noise.steady_sd and racer.noise.steady_sd < 0.013
+    racer.noise.steadying.add("t")
     wide = racer.run("x", (), (), ONE_PAIR, time.monotonic() + 60.0).gain_ci
     narrow = racer.run("y", CANDIDATE, CANDIDATE, ONE_PAIR, time.monotonic() + 60.0).gain_ci
     assert wide[1] - wide[0] > 3 * (narrow[1] - narrow[0])

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import mean, median
 
-from saturate.measure import race, stationary
+from saturate.measure import stationary
 from saturate.measure.race import Decision, Limits
 from saturate.records.result import RaceRecord
 from saturate.study.bench import Bench
@@ -39,6 +39,7 @@ from saturate.study.race_blocks import (
     run_block,
     skipped_too,
 )
+from saturate.study.race_noise import Noise, usable
 from saturate.study.race_pair import (
     LEAST_ROUNDS,
     LONG_ROUND_S,
@@ -70,9 +71,6 @@ ALTERNATE_ROUNDS = 10
 #: Steps that take so many times what they took in the warm-ups, because something else came upon the machine, are timed over blocks of
 #: another size from then on, where a round takes long.
 SLOWED = 3.0
-
-#: Two processes differ in what the kernel does for them from so many page faults per step on: 1 MiB.
-UNEVEN_FAULTS = 256
 
 #: How a race ends whose shared process was no measure, where the budget is over.
 NO_TIME_FOR_ANOTHER = Outcome("not_in_time", "the older process that it was compared with did not stay as it was, and the budget has no time "
@@ -108,15 +106,11 @@ class Racer:
     def __init__(self, bench: Bench, threshold: float, mode: str = "concurrent"):
         self.bench = bench
         self.threshold = threshold
+        self.noise = Noise(threshold)
         self.mode = mode
         self.waits = True                   # whether the baseline waits for its loader, as far as is known
         self.in_turns = True                # whether a block may be cut into short turns: an accelerator drains at the end of each
         self.warm_ups: list[list[Window]] = []      # of the baseline's processes, see `Bench`
-        self.between_sd = race.PRIOR_BETWEEN_SD
-        self.steadying: set[str] = set()    # ids of techniques without which processes of one set differ
-        self.steady_sd = race.PRIOR_BETWEEN_SD      # between processes that have one of them
-        self.aa_pairs: list[list[float]] = []
-        self.even_pairs: list[list[float]] = []     # those of them whose processes did not differ in what the kernel did for them
         self.pair_s = 0.0                   # how long the longest pair of two fresh processes took
         self.on_pair: Callable[[Live, Live], None] | None = None       # told of A and B when their rounds are over, while both live
         self.on_crowded: Callable[[str], None] | None = None    # told why two cannot live at once; None: whoever asked wants them to
@@ -176,8 +170,8 @@ class Racer:
         least = cut_short + max(1, min_pairs)       # a pair that ended says that both run as they should
         pairs = [[ratio for _, _, ratio in pair] for pair in rounds]
         times = [(a_ms, b_ms) for pair in rounds for a_ms, b_ms, _ in pair]
-        between_sd = self.steady_sd if self._steady(a) and self._steady(b) else self.between_sd
-        decision = self._decide(pairs, limits, between_sd)
+        between_sd = self.noise.between(a, b)
+        decision = self.noise.decide(pairs, limits, between_sd)
         while (self.bench.store.answer(finished) is None and len(pairs) < limits.max_pairs
                and (decision.action != "stop" or len(pairs) < least)
                and (len(pairs) == cut_short or time.monotonic() < deadline)):
@@ -185,46 +179,31 @@ class Racer:
             try:
                 self._pair(full_question, a, b, pairs, times, limits, deadline, share_base and len(pairs) == cut_short, between_sd)
             except TrialEnded as ended:
-                if ended.outcome.kind != "not_in_time" or not _usable(pairs):
+                if ended.outcome.kind != "not_in_time" or not usable(pairs):
                     raise
                 break           # as when the deadline had passed before it
-            decision = self._decide(pairs, limits, between_sd)
+            decision = self.noise.decide(pairs, limits, between_sd)
         self.bench.store.set_answer(finished, True)
         if decision.action != "stop":
-            decision = self._decide(pairs, limits, between_sd, over=True)
+            decision = self.noise.decide(pairs, limits, between_sd, over=True)
         work = self._work_of(full_question, pairs)
-        if self._steady(b) and not self._steady(a):
-            decision = self._by_state(pairs, work, limits) or decision
+        if self.noise.steady(b) and not self.noise.steady(a):
+            decision = self.noise.by_state(pairs, work, limits) or decision
         took_s = pair_seconds(self.bench.store, full_question, len(pairs))
         self.pair_s = max(self.pair_s, *took_s, 0.0)        # one that shared the baseline took less
         return replace(self._result(question, a, b, decision, pairs, times, work), pair_s=mean(took_s) if took_s else 0.0)
 
     def _work_of(self, question: str, pairs: list[list[float]]) -> list[tuple[KernelWork, KernelWork]]:
         """Of the pairs that count, in their order. Of those that were not counted to their end nothing is known."""
-        stored = [self.bench.store.answer(work_question(question, number)) for number, pair in enumerate(pairs) if len(pair) >= 2]
+        stored = [self.bench.store.answer(work_question(question, number)) for number, pair in enumerate(pairs) if len(pair) >= LEAST_ROUNDS]
         unknown = [(math.nan, math.nan)] * 2
         return [(KernelWork(*a), KernelWork(*b)) for a, b in (found or unknown for found in stored)]
-
-    def _decide(self, pairs: list[list[float]], limits: Limits, between_sd: float, over: bool = False) -> Decision:
-        return race.next_action(_usable(pairs), between_sd, self.threshold, limits, over)
-
-    def _steady(self, techniques: Set) -> bool:
-        return any(one.id in self.steadying for one in techniques)
-
-    def _by_state(self, pairs: list[list[float]], work: list[tuple[KernelWork, KernelWork]], limits: Limits) -> Decision | None:
-        """What the pairs say where only some processes of A are slow; None unless both kinds were seen."""
-        known = [(pair, a.page_faults - b.page_faults) for pair, (a, b) in zip(_usable(pairs), work) if _is_known(a, b)]
-        states = [more >= UNEVEN_FAULTS for _, more in known]
-        if len(set(states)) < 2:
-            return None
-        found = race.by_state([pair for pair, _ in known], states, race.look_confidence(limits.max_pairs))
-        return Decision("stop", race.verdict(found, self.threshold), found, f"{sum(states)} of {len(states)} processes of A were slow by chance")
 
     def _pair(self, question: str, a: Set, b: Set, pairs: list[list[float]], times: list[tuple[float, float]],
               limits: Limits, deadline: float, share_base: bool, between_sd: float) -> None:
         """One fresh pair of processes, until its rounds decide or stop helping."""
         pair = Pair(self.bench.store, question, len(pairs), times, limits, deadline,
-                     lambda patient: self._decide(pairs, patient, between_sd).action == "more_rounds")
+                     lambda patient: self.noise.decide(pairs, patient, between_sd).action == "more_rounds")
         pairs.append(pair.ratios)
         try:
             self._rounds(a, b, share_base, pair)
@@ -396,26 +375,16 @@ class Racer:
     def _result(self, question: str, a: Set, b: Set, decision: Decision, pairs: list[list[float]],
                 times: list[tuple[float, float]], work: list[tuple[KernelWork, KernelWork]]) -> Result:
         found = decision.estimate
-        usable = _usable(pairs)
+        counted = usable(pairs)
         # The median round of A and that of B need not be the same one: how long a step takes is that of the typical round of both.
         typical = median([math.sqrt(a_ms * b_ms) for a_ms, b_ms in times]) if times else 0.0
         apart = math.exp(found.log_ratio / 2) if found else 1.0
         record = RaceRecord(
-            question=question, a=[c.label() for c in a], b=[c.label() for c in b], pairs=len(usable),
-            rounds=sum(map(len, usable)), speedup=found.speedup if found else 1.0,
-            speedup_ci=found.speedup_ci if found else (0.0, math.inf), verdict=decision.verdict, log_ratios=usable,
+            question=question, a=[c.label() for c in a], b=[c.label() for c in b], pairs=len(counted),
+            rounds=sum(map(len, counted)), speedup=found.speedup if found else 1.0,
+            speedup_ci=found.speedup_ci if found else (0.0, math.inf), verdict=decision.verdict, log_ratios=counted,
         )
-        return Result(decision, usable, typical * apart, typical / apart, record, work)
-
-    def learn_noise(self, pairs: list[list[float]], work: Sequence[tuple[KernelWork, KernelWork]] = ()) -> None:
-        """Take finished A/A pairs into account for everything that follows."""
-        usable = _usable(pairs)
-        self.aa_pairs = [*self.aa_pairs, *usable]
-        self.between_sd = race.between_sd(self.aa_pairs)
-        known = any(_is_known(a, b) for a, b in work)       # of processes that ran one after the other, it never is
-        even = [_is_known(a, b) and abs(a.page_faults - b.page_faults) < UNEVEN_FAULTS for a, b in work] if known else [True] * len(usable)
-        self.even_pairs = [*self.even_pairs, *(pair for pair, alike in zip(usable, even) if alike)]
-        self.steady_sd = race.between_sd(self.even_pairs)
+        return Result(decision, counted, typical * apart, typical / apart, record, work)
 
 
 def _too_large(a: Block, b: Block, step_ms: tuple[float, float], sized: tuple[Live, Live]) -> bool:
@@ -431,14 +400,6 @@ def _at(live: Live, step_ms: float) -> Live:
     found = copy.copy(live)
     found.step_ms = step_ms
     return found
-
-
-def _is_known(a: KernelWork, b: KernelWork) -> bool:
-    return math.isfinite(a.page_faults) and math.isfinite(b.page_faults)
-
-
-def _usable(pairs: list[list[float]]) -> list[list[float]]:
-    return [pair for pair in pairs if len(pair) >= 2]
 
 
 def _alternately(first: Live, second: Live, turn: int, turns: int, rest: int, each: int, draw: random.Random) -> dict[str, list[Block]]:

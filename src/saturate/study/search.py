@@ -58,7 +58,7 @@ class Search(Standing):
     def eligible(self) -> list[list[Candidate]]:
         """The variants of every technique worth a trial, most promising first; the others get their fate. Asked once."""
         if self._variants is None:
-            asked = eligibility.Asked(self.facts, self.only, self.skip, self.allow_convergence, self.findings, self.racer.steadying)
+            asked = eligibility.Asked(self.facts, self.only, self.skip, self.allow_convergence, self.findings, self.racer.noise.steadying)
             self._variants = asked.of(self.registry, self.fates)
         return self._variants
 
@@ -103,7 +103,7 @@ class Search(Standing):
                     waiting = [(others, best) for others, best in waiting if best is None or best not in self.kept]
                 if first in self.kept:
                     continue
-            if first.id in self.racer.steadying and time.monotonic() <= self._last_turn() and self._steady(first):
+            if first.id in self.racer.noise.steadying and time.monotonic() <= self._last_turn() and self._steady(first):
                 continue
             slow = self.promise_of(first) == SLOW
             if slow or first.module.TECHNIQUE.stage == "environment":

@@ -316,7 +316,7 @@ def _noise(study: Study, racer: Racer, base: Set, end: float) -> bool:
         if passed_limit(ended, base):
             raise LimitPassed(ended.outcome.reason) from ended
         raise failed_again(ended) from ended
-    racer.learn_noise(study.aa.pairs, study.aa.work)
+    racer.noise.learn(study.aa.pairs, study.aa.work)
     floor = _floor(study.aa)
     study.say(f"  two runs of the same program: {study.aa.gain:+.1%}; differences below {floor:.1%} are not resolved in one race")
     if floor > HOPELESS_NOISE:
