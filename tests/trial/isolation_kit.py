@@ -28,10 +28,10 @@ _SITE = """
 import json, os, sys
 if os.environ.get("TEST_REDIRECT"):
     sys.path.insert(0, os.environ["TEST_SOURCE"])
-    from saturate.agent import redirect
+    from saturate.agent import redirect, redirect_libraries
     from saturate.importwatch import ImportWatch
     redirect.install_from_plan(json.loads(os.environ["TEST_REDIRECT"]))
-    sys.meta_path.insert(0, ImportWatch({"torch": redirect.on_torch, **redirect.callbacks()}))
+    sys.meta_path.insert(0, ImportWatch({"torch": redirect_libraries.on_torch, **redirect_libraries.callbacks()}))
 """
 
 

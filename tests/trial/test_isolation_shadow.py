@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from isolation_kit import snapshot
 
-from saturate.agent import redirect, shadow
+from saturate.agent import redirect, redirect_libraries, shadow
 
 OPERATIONS = ("write", "append", "read", "mkdir", "rmdir", "unlink", "rename", "link", "symlink", "listdir", "stat",
               "rmtree", "makedirs", "exclusive", "update", "truncate", "copytree", "move")
@@ -143,7 +143,7 @@ def test_a_database_that_can_only_be_read(name, locked, installed, monkeypatch):
         refuses = lambda path, mode, **_: not mode & os.W_OK or not str(path).endswith("base.db")      # noqa: E731 - root may write anywhere
         monkeypatch.setitem(redirect.ORIGINAL, "access", refuses)
         monkeypatch.setattr(shadow, "_access", refuses)
-    redirect.on_sqlite3(sqlite3)
+    redirect_libraries.on_sqlite3(sqlite3)
     try:
         assert sqlite3.connect(name, uri=name.startswith("file:")).execute("select count(*) from t").fetchone() == (0,)
     finally:
@@ -156,7 +156,7 @@ def test_sqlite_uri_and_safetensors(installed):
     import types
 
     connect = sqlite3.connect
-    redirect.on_sqlite3(sqlite3)
+    redirect_libraries.on_sqlite3(sqlite3)
     try:
         sqlite3.connect("file:a.db?mode=rwc", uri=True).execute("create table t (x)").connection.commit()
         assert sqlite3.connect(":memory:").execute("select 1").fetchone() == (1,)
@@ -165,14 +165,14 @@ def test_sqlite_uri_and_safetensors(installed):
         sqlite3.connect = sqlite3.dbapi2.connect = connect
     written = []
     fake = types.SimpleNamespace(serialize_file=lambda tensors, path: written.append(path), safe_open=lambda path: path)
-    redirect.on_safetensors(fake)
+    redirect_libraries.on_safetensors(fake)
     fake.serialize_file({}, "m.safetensors")
     assert written == [str(installed / "shadow") + str(installed / "user" / "m.safetensors")]
     assert fake.safe_open("x.txt") == str(installed / "user" / "x.txt")
     Path("tokenizer.json").write_text("{}")
     there = str(installed / "shadow") + str(installed / "user" / "tokenizer.json")
     fake = types.SimpleNamespace(memory_map=lambda path, mode: (path, mode))
-    redirect.on_pyarrow(fake)
+    redirect_libraries.on_pyarrow(fake)
     assert fake.memory_map("tokenizer.json") == (there, "r")
 
 
@@ -181,7 +181,7 @@ def test_a_tokenizer_is_trained_saved_and_loaded_in_a_folder_of_the_trial(instal
     tokenizers = pytest.importorskip("tokenizers")
     kinds = tokenizers.Tokenizer, tokenizers.models.Model
     before = [{name: vars(kind)[name] for name in ("from_file", "train", "save") if name in vars(kind)} for kind in kinds]
-    redirect.on_tokenizers(tokenizers)
+    redirect_libraries.on_tokenizers(tokenizers)
     try:
         os.makedirs("checkpoint")
         Path("corpus.txt").write_text("so it goes on and on\n" * 20)

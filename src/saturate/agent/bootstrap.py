@@ -20,10 +20,10 @@ def start(plan: dict[str, Any]) -> dict[str, Callable[[Any], None]]:
     """
     callbacks: dict[str, Callable[[Any], None]] = {"torch": lambda torch: _on_torch(torch, plan)}
     if plan.get("redirect"):
-        from saturate.agent import redirect
+        from saturate.agent import redirect, redirect_libraries
 
         redirect.install_from_plan(plan["redirect"])
-        callbacks.update(redirect.callbacks())
+        callbacks.update(redirect_libraries.callbacks())
     if plan["mode"] != "run":
         from saturate.agent import trackers
 
@@ -48,9 +48,9 @@ def _on_torch(torch: Any, plan: dict[str, Any]) -> None:
 
         versions.check(torch, plan)
     if plan.get("redirect"):
-        from saturate.agent import redirect
+        from saturate.agent import redirect_libraries
 
-        redirect.on_torch(torch)
+        redirect_libraries.on_torch(torch)
     capture = plan.get("capture")
     if capture:
         from saturate.agent import randomness
