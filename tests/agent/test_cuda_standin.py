@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from launch_queue import Machine  # noqa: E402 - after the check for torch
 
-from saturate.agent import application, ceilings, graphs, kinds, observe, randomness  # noqa: E402
+from saturate.agent import application, ceilings, facts, graphs, kinds, observe, randomness  # noqa: E402
 from saturate.agent.gate import Gate  # noqa: E402
 from saturate.agent.memory import DeviceMemory, limit_allocator  # noqa: E402
 from saturate.agent.memorylines import CudaLines  # noqa: E402
@@ -72,21 +72,21 @@ def test_every_device_of_the_training_is_drained_and_no_other():
 
 def test_memory_is_that_of_the_training_s_devices():
     cuda = Cuda(max_memory_reserved={FIRST: 0, SECOND: 7 << 30}.__getitem__)
-    assert observe.reserved_bytes(session(cuda, SECOND)) == 7 << 30
-    assert observe.reserved_bytes(session(cuda, FIRST, SECOND)) == 7 << 30
+    assert facts.reserved_bytes(session(cuda, SECOND)) == 7 << 30
+    assert facts.reserved_bytes(session(cuda, FIRST, SECOND)) == 7 << 30
     plain = session(cuda)
     plain.inspection.device = "cpu"
-    assert observe.reserved_bytes(plain) is None
+    assert facts.reserved_bytes(plain) is None
 
 
 def test_room_is_what_is_free_and_what_is_held_here_of_the_fullest_device():
     free = {FIRST: 30 << 30, SECOND: 3 << 30}
     cuda = Cuda(mem_get_info=lambda device: (free[device], 80 << 30), memory_reserved={FIRST: 1 << 30, SECOND: 20 << 30}.__getitem__)
-    assert observe.room_bytes(session(cuda, FIRST, SECOND)) == 23 << 30
-    assert observe.room_bytes(session(cuda, FIRST)) == 31 << 30
+    assert facts.room_bytes(session(cuda, FIRST, SECOND)) == 23 << 30
+    assert facts.room_bytes(session(cuda, FIRST)) == 31 << 30
     plain = session(cuda)
     plain.inspection.device = "cpu"
-    assert observe.room_bytes(plain) is None
+    assert facts.room_bytes(plain) is None
 
 
 def test_what_the_recorder_waits_for_has_a_label():
@@ -352,7 +352,7 @@ def test_the_allocator_s_history_is_asked_for_as_torch_takes_it(monkeypatch):
 def test_inductor_tells_whether_it_recorded_a_graph(monkeypatch, counted, partitions, recorded):
     config = types.SimpleNamespace(graph_partition=True) if partitions else types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "torch._inductor.config", config)
-    assert observe.cuda_graphs({"inductor": counted} if counted else {}) is recorded
+    assert facts.cuda_graphs({"inductor": counted} if counted else {}) is recorded
 
 
 @pytest.mark.parametrize("devices", [(SECOND,), ()])

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent import kinds, observe  # noqa: E402
+from saturate.agent import facts, kinds  # noqa: E402
 
 
 class Generator(torch.nn.Module):
@@ -37,8 +37,8 @@ def test_recompilations_so_far_and_their_time():
     dynamo.utils.clear_compilation_metrics()
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager", dynamic=False)
     compiled(torch.ones(2)), compiled(torch.zeros(2))
-    seconds = observe._compile_seconds(dynamo)
-    assert observe._recompiles(dynamo) == 0 and seconds > 0
+    seconds = facts._compile_seconds(dynamo)
+    assert facts._recompiles(dynamo) == 0 and seconds > 0
     compiled(torch.ones(3)), compiled(torch.ones(4))
-    assert observe._recompiles(dynamo) == 2 and observe._compile_seconds(dynamo) > seconds
-    assert observe._recompiles(None) == 0 == observe._compile_seconds(None)
+    assert facts._recompiles(dynamo) == 2 and facts._compile_seconds(dynamo) > seconds
+    assert facts._recompiles(None) == 0 == facts._compile_seconds(None)

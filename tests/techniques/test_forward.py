@@ -20,8 +20,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate.agent import observe, seams  # noqa: E402 - after the import that decides whether to run at all
+from saturate.agent import seams  # noqa: E402 - after the import that decides whether to run at all
 from saturate.agent.context import Context  # noqa: E402
+from saturate.agent.facts import _module_facts  # noqa: E402
 from saturate.agent.forwards import forward_overridden, is_ours  # noqa: E402
 from saturate.records.facts import Evidence, Facts, MachineFacts, ModuleFacts  # noqa: E402
 from saturate.techniques import (  # noqa: E402
@@ -402,7 +403,7 @@ def test_products_and_convolutions_decide_on_settings_for_them(layers, flops, pr
 
 def test_convolutions_are_counted_by_their_dimensions():
     conv = torch.nn.Conv1d(1, 2, 1), torch.nn.Conv2d(2, 2, 1, groups=2), torch.nn.ConvTranspose2d(1, 1, 1), torch.nn.ConvTranspose3d(1, 1, 1)
-    found = observe._module_facts(torch, torch.nn.Sequential(*conv, torch.nn.ReLU()), types.SimpleNamespace(compiles=lambda module: False, distributed=False))
+    found = _module_facts(torch, torch.nn.Sequential(*conv, torch.nn.ReLU()), types.SimpleNamespace(compiles=lambda module: False, distributed=False))
     assert (found.convolutions, found.grouped_convolutions, found.other_convolutions) == (2, 1, 2)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate import notices
-from saturate.agent import observe, override, sample, succession
+from saturate.agent import facts, observe, override, sample, succession
 from saturate.agent.ending import uncaught
 from saturate.agent.inspection import Inspection
 from saturate.techniques._api import NotApplied
@@ -231,7 +231,7 @@ def standing(session: Any) -> dict[str, Any]:
         session.watched = sample.few(succession.at_work(session))
     elif session.watched is None:
         session.watched = sample.few(observe.trained_parameters(session))
-    return {"counts": session.counts, "device_peak_bytes": observe.reserved_bytes(session),
+    return {"counts": session.counts, "device_peak_bytes": facts.reserved_bytes(session),
             "losses": _losses(early),
             "sample": [value for row in sample.all_strided(session.watched, WATCHED_ENTRIES) for value in row],
             "unmade_batches": observe.unmade_batches(session),
@@ -251,9 +251,9 @@ def _batches(session: Any) -> dict[str, Any]:
 def answer(session: Any, order: dict[str, Any]) -> Any:
     """Serve a question of the controller while standing at the gate."""
     if order["do"] == "facts":
-        return observe.facts(session)
+        return facts.facts(session)
     if order["do"] == "evidence":
-        return observe.evidence(session)
+        return facts.evidence(session)
     if order["do"] == "seen":
         return session.seen
     if order["do"] in ("fit", "extents"):
@@ -362,7 +362,7 @@ def _report_unproved(session: Any, told: Collection[str]) -> None:
     by the latest look at it."""
     from saturate.techniques import _registry
 
-    seen = observe.shown(session)
+    seen = facts.shown(session)
     if session.context.some_gone() and session.shown is not None:
         then = session.shown
         seen = dataclasses.replace(seen, optimizers=then.optimizers, channels_last=then.channels_last,

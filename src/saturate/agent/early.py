@@ -14,7 +14,7 @@ import json
 import types
 from typing import Any
 
-from saturate.agent import memory, observe, usercompiled
+from saturate.agent import facts, memory, observe, usercompiled
 from saturate.agent.forwards import own_forward
 
 #: Calls of modules without trained parameters, after an optimizer was built, before we stop looking.
@@ -170,5 +170,5 @@ class _Before:
 
 def _facts(session: Any, modules: tuple[Any, ...], optimizers: tuple[Any, ...], trained: list[Any], distributed: bool) -> dict[str, Any]:
     """What can be said before a step has run; what nobody has seen yet is left out."""
-    seen = observe.facts(_Before(session, _NothingSeen(session.torch, modules, trained, distributed), optimizers))
+    seen = facts.facts(_Before(session, _NothingSeen(session.torch, modules, trained, distributed), optimizers))
     return {name: value for name, value in seen.items() if value is not None}

@@ -5,6 +5,7 @@ numpy, pickle, zipfile, logging...); `redirect_libraries` covers some that open 
 guards where they are there (`trial/landlock.py`, `trial/metadata.py`): writes and changes of mode, owner and times by other C libraries and
 by programs that are not Python. Standard library only.
 """
+
 from __future__ import annotations
 
 import builtins

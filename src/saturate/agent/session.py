@@ -19,6 +19,7 @@ from typing import Any
 
 from saturate.agent import (
     ending,
+    facts,
     graphs,
     leaves,
     motif,
@@ -424,7 +425,7 @@ class Session(Guest):
             self.watchdog.boundary(self)
         if self.phase == "active":
             if self.boundaries >= self.next_look:
-                self.shown, self.next_look = observe.shown(self), 2 * self.boundaries - self.placed_at     # seldom, the longer it goes on
+                self.shown, self.next_look = facts.shown(self), 2 * self.boundaries - self.placed_at     # seldom, the longer it goes on
             if self.succeeded and self.plan["techniques"] and takeover.due(self):
                 self.whole(takeover.move, self)
             if self.gate is not None and self.capture is None:
