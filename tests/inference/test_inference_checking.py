@@ -17,7 +17,8 @@ import pytest
 
 from saturate.inference import samples
 from saturate.inference.accuracy import Budget
-from saturate.inference.checking import controls, scored
+from saturate.inference.checking import scored
+from saturate.inference.controls import controls
 from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.jury import Jury
 from saturate.inference.scores import read
@@ -179,7 +180,8 @@ def test_no_run_of_the_check_begins_when_no_candidate_can_any_more(runs, late):
         return right(given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("saturate.inference.checking.time", SimpleNamespace(monotonic=lambda: now[0]))
+        for module in ("checking", "controls"):
+            patch.setattr(f"saturate.inference.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
         found = controls(check, run, Budget(0.02), 10.0 * runs - 5.0)
     assert len(asked) == runs and found.late is late and found.problem is None and found.baseline.scores is not None
 

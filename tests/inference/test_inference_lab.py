@@ -17,7 +17,7 @@ import optimizations
 import pytest
 
 from saturate.errors import CheckUnusable, EnvironmentProblem, WorkloadFailed
-from saturate.inference import accuracy, checking, confirm, sensitivity
+from saturate.inference import accuracy, checking, confirm, controls, sensitivity
 from saturate.inference import lab as module
 from saturate.inference.accuracy import Budget, Judgement, split
 from saturate.inference.api import running_model
@@ -313,15 +313,15 @@ def test_what_calibrates_candidates_may_not_be_scored(monkeypatch: pytest.Monkey
     seen = Seen()
     seen.add((x,))
     found = heard([0.5] * 40)
-    monkeypatch.setattr(checking, "controls", lambda *given: dataclasses.replace(found, baseline=dataclasses.replace(found.baseline, samples=seen)))
+    monkeypatch.setattr(controls, "controls", lambda *given: dataclasses.replace(found, baseline=dataclasses.replace(found.baseline, samples=seen)))
     for calibration in (other, x[10:]):
         source = SimpleNamespace(calibration=lambda torch, calibration=calibration: [(calibration,)])
         with contextlib.nullcontext() if calibration is other else pytest.raises(CheckUnusable, match="calibration data is among"):
             control(len, lambda x: x, Budget(0.5), source, None, 0.0)          # type: ignore[arg-type]
 
 
-def heard(values: list[float], **more: Any) -> checking.Controls:
-    return checking.Controls(checking.Scored(read(values), None, Seen(), "asked", "answered", 1, "", 0.0), **more)
+def heard(values: list[float], **more: Any) -> controls.Controls:
+    return controls.Controls(checking.Scored(read(values), None, Seen(), "asked", "answered", 1, "", 0.0), **more)
 
 
 def test_a_check_with_few_samples_is_noted() -> None:
@@ -338,7 +338,7 @@ def test_what_is_known_of_the_check_is_said() -> None:
 def test_a_check_that_shuffles_certifies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [0.1 * (i % 3) for i in range(40)]
     lab = scored_lab(values, Budget(0.5))
-    monkeypatch.setattr(checking, "controls", lambda *given: heard(values, shuffled=True))
+    monkeypatch.setattr(controls, "controls", lambda *given: heard(values, shuffled=True))
     source = SimpleNamespace(calibration=lambda torch: [])
     lab.jury, _ = control(len, lab.run_of(Answering(None)), Budget(0.5), source, None, 0.0)         # type: ignore[arg-type]
     for judgement in (lab.judge(read(values)), lab.confirmed(read(values), named(1))):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from saturate.errors import CheckUnusable, UsageError
-from saturate.inference import accuracy, checking, samples, users_code
+from saturate.inference import accuracy, checking, controls, samples, users_code
 from saturate.inference.accuracy import Budget, Judgement
 from saturate.inference.scores import Scores, UnusableScores
 from saturate.inference.source import Source
@@ -36,7 +36,7 @@ class Jury:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, found: checking.Controls, budget: Budget) -> tuple[Jury, list[str]]:
+    def of(cls, found: controls.Controls, budget: Budget) -> tuple[Jury, list[str]]:
         """With what the user must know about it. Raises CheckUnusable where the check cannot judge."""
         if found.problem is not None:
             raise CheckUnusable(f"the check cannot be used: {found.problem.what}", evidence=found.baseline.output[-2000:],
@@ -47,7 +47,7 @@ class Jury:
         if scores.values is None:
             return jury, [*notes, "the check returns a single number: it cannot certify a budget; return one value per sample"]
         if found.shuffled or found.redrawn:
-            return replace(jury, unsplit=checking.SHUFFLED if found.shuffled else checking.REDRAWN), notes
+            return replace(jury, unsplit=controls.SHUFFLED if found.shuffled else controls.REDRAWN), notes
         count = len(scores.values)
         if count >= accuracy.FEWEST_TO_SPLIT:
             return replace(jury, halves=accuracy.split(count)), notes
@@ -86,7 +86,7 @@ def control(check: checking.Check, run: Callable[..., Any], budget: Budget, sour
     calibrates or trains candidates."""
     import torch
 
-    found = checking.controls(check, run, budget, until_s)
+    found = controls.controls(check, run, budget, until_s)
     jury, notes = Jury.of(found, budget)
     if found.late:
         return None, []

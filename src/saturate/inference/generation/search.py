@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from saturate.inference.accuracy import Budget
-from saturate.inference.checking import controls, scored
+from saturate.inference.checking import scored
 from saturate.inference.confirm import once_more
+from saturate.inference.controls import controls
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.generation import measure, weights
 from saturate.inference.generation.compare import LENGTHS, Agreement, agreement
