@@ -29,12 +29,12 @@ pytest.importorskip("cloudpickle", reason="the extra inference")
 from process_kit import Branches, Encoder, Noisy, Pair, Structured  # noqa: E402 - after the check for torch
 
 from saturate.errors import EnvironmentProblem, UsageError, WorkloadFailed  # noqa: E402
-from saturate.inference import batches, identity, pickles, samples, variations  # noqa: E402
-from saturate.inference import source as source_module  # noqa: E402
+from saturate.inference import batches, called, identity, pickles, samples, variations  # noqa: E402
+from saturate.inference.called import signature_of  # noqa: E402
 from saturate.inference.candidates import Candidate  # noqa: E402
 from saturate.inference.failures import WorkerFailed  # noqa: E402
 from saturate.inference.process import Worker  # noqa: E402
-from saturate.inference.source import Source, signature_of  # noqa: E402
+from saturate.inference.source import Source  # noqa: E402
 from saturate.inference.techniques._api import Train  # noqa: E402
 
 
@@ -208,8 +208,8 @@ def test_targets_in_any_batch_are_named(tmp_path: Path) -> None:
 
 
 def test_a_model_without_numbers_is_where_its_inputs_are() -> None:
-    assert source_module._device(torch.nn.ReLU(), {"cuda:0"}) == "cuda:0" and source_module._device(torch.nn.ReLU(), set()) == "cpu"
-    assert source_module._device(torch.nn.Linear(1, 1), {"cuda:0"}) == "cpu"
+    assert called.device_of(torch.nn.ReLU(), {"cuda:0"}) == "cuda:0" and called.device_of(torch.nn.ReLU(), set()) == "cpu"
+    assert called.device_of(torch.nn.Linear(1, 1), {"cuda:0"}) == "cpu"
     devices: set[str] = set()
     batches.take(torch, [(torch.zeros(2), {"x": torch.zeros(2)})], devices=devices)
     assert devices == {"cpu"}
@@ -728,14 +728,13 @@ def test_a_method_as_a_module_has_the_parameters_of_the_method() -> None:
         def score(self, first: Any, scale: Any, second: Any) -> Any:
             return scale * first - second
 
-    from saturate.inference import source
     from saturate.inference.formats import _program
 
     model = Two()
-    called, _ = source._called(torch, functools.partial(model.score, torch.ones(1)))
-    assert _program._parameters(called.as_module(torch)) == ["scale", "second"]
-    called, _ = source._called(torch, model.score)
-    module = called.as_module(torch)
+    way, _ = called.find(torch, functools.partial(model.score, torch.ones(1)))
+    assert _program._parameters(way.as_module(torch)) == ["scale", "second"]
+    way, _ = called.find(torch, model.score)
+    module = way.as_module(torch)
     assert _program._parameters(module) == ["first", "scale", "second"] and module(1, 2, 3) == -1
 
 

@@ -23,6 +23,7 @@ from saturate.errors import EnvironmentProblem, UsageError, WorkloadFailed
 from saturate.inference import confirm, examples, folders, guards, here, plan, serving, structure
 from saturate.inference.accuracy import Budget, refuse_other
 from saturate.inference.artifact import Artifact, load
+from saturate.inference.called import signature_of
 from saturate.inference.ending import Ending
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.journal import Journal, rests
@@ -32,7 +33,7 @@ from saturate.inference.phases import Phases, slack_s
 from saturate.inference.process import clear_away
 from saturate.inference.result import Result, seconds_of, undecided_lossless
 from saturate.inference.search import Search
-from saturate.inference.source import IMPORTED_ANEW, NOT_MADE, Source, signature_of
+from saturate.inference.source import IMPORTED_ANEW, NOT_MADE, Source
 from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Train
 from saturate.machine import facts as machine

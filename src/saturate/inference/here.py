@@ -13,8 +13,8 @@ from typing import Any
 
 from saturate.errors import WorkloadFailed
 from saturate.inference import batches, guards, modes, session, users_code
+from saturate.inference.called import callable_of
 from saturate.inference.lab import Lab, computed_in
-from saturate.inference.source import callable_of
 from saturate.techniques._trees import copied
 
 
