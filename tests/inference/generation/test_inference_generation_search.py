@@ -28,6 +28,7 @@ from saturate.inference.generation import (  # noqa: E402
     decode,
     generate,
     host,
+    judging,
     remembered,
 )
 from saturate.inference.generation import optimize as optimize_in_processes  # noqa: E402
@@ -169,13 +170,13 @@ def test_a_plain_loop_that_ends_is_told_from_the_way_beside_it():
 
 def test_a_process_that_ends_in_the_check_is_no_wrong_answer(monkeypatch):
     """A way that the kernel ended there was rejected for what it does, for good."""
-    search = module.Search.__new__(module.Search)
-    search.check, search.budget, search._jury = (lambda run: [1.0]), Budget(max_drop=0.1), Jury(read(1.0), Budget(max_drop=0.1))
+    judge = judging.Judge.__new__(judging.Judge)
+    judge.check, judge.budget, judge.jury = (lambda run: [1.0]), Budget(max_drop=0.1), Jury(read(1.0), Budget(max_drop=0.1))
     killed = WorkerFailed("failed", "ended by signal 9", outside=True)
-    monkeypatch.setattr(module, "scored", lambda *rest: SimpleNamespace(scores=None, problem=SimpleNamespace(what="run"), failure=killed))
+    monkeypatch.setattr(judging, "scored", lambda *rest: SimpleNamespace(scores=None, problem=SimpleNamespace(what="run"), failure=killed))
     row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.5)
     with pytest.raises(WorkerFailed, match="signal 9"):
-        search._scored(row, None, "dominated", "", False)
+        judge._scored(row, None, "dominated", "", False)
 
 
 def test_a_search_on_another_device_begins_anew():
@@ -234,7 +235,7 @@ def test_no_way_begins_when_the_rest_is_needed_to_confirm_the_best():
             (40.0, 0.0, 0.0, "reordering", []), (0.0, 11.0, 0.0, "reordering", []), (15.0, 10.0, 0.0, "reordering", []),
             (0.0, 1.0, 15.0, "precision", []), (0.0, 1.0, 15.0, "reordering", ["other"]), (15.0, 5.0, 0.0, "reordering", ["other", "other"])):
         search._best = module.Ready("way 0", module.PLAIN, search.found[0], seconds=seconds)
-        search._start_s, search._check_s = start_s, check_s
+        search._start_s, search.judge = start_s, SimpleNamespace(check_s=check_s)
         search._try("other", numerics, module.PLAIN, module.PLAIN)
         assert began == tried
     assert search.found[1].fate == "not_tried" and search.found[1].reason == f"{conclusion.TIME_OVER}: to try it and to confirm the best takes about 40 s here"
@@ -247,8 +248,7 @@ def test_no_further_pair_confirms_the_best_when_the_time_is_over(monkeypatch):
     search.confirmation, search.request, started = [PROMPTS], None, []
     search.yard = SimpleNamespace(isolated=True, start=lambda *what: (started.append("plain"), SimpleNamespace(close=lambda: None))[1],
                                         running=lambda *what: (started.append("way"), contextlib.nullcontext())[1])
-    search._texts, search._warmed = {}, lambda host, batches: []
-    search._judged = lambda record, *rest, confirming: record
+    search.judge = SimpleNamespace(texts={}, warmed=lambda host, batches: [], judged=lambda record, *rest, confirming: record)
     monkeypatch.setattr(module.measure, "rounds", lambda *arguments: ([0.0, 0.1, -0.1], [], []))
     search._again(search._ready[0])
     assert started == ["plain", "way"]
@@ -276,13 +276,13 @@ def test_what_a_search_took_is_said_beside_what_was_given():
 
 
 def test_a_winner_that_does_not_hold_on_other_prompts_is_not_kept(monkeypatch):
-    real = module.Search._judged
+    real = judging.Judge.judged
 
     def only_here(self, *arguments, confirming):
         record = real(self, *arguments, confirming=confirming)
         return module._with(record, fate="slower") if confirming else record
 
-    monkeypatch.setattr(module.Search, "_judged", only_here)
+    monkeypatch.setattr(judging.Judge, "judged", only_here)
     result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(step_ns=50_000), time="30s", ways=("draft",))
     assert result.best == "plain" and any("not on others" in note for note in result.record.notes)
     assert fates(result)["speculative, draft model"] == "slower"
@@ -402,27 +402,23 @@ def test_what_nobody_decided_is_open_also_where_it_changes_numbers(changes, is_o
     ("slower", "undecided", "slower"), ("slower", "fail", "rejected_accuracy")])
 def test_an_undecided_check_does_not_hide_an_undecided_race(monkeypatch, raced, verdict, fate):
     """A way that nobody knows to be faster was closed by it, remembered as such, and "nothing helps" was said."""
-    search = module.Search.__new__(module.Search)
-    search.check, search.budget = (lambda run: [1.0]), Budget(max_drop=0.1)
-    search._jury = SimpleNamespace(judge=lambda scores, turn: Judgement(verdict, 0.0, None, None, None, "a drop of 0.00"))
-    monkeypatch.setattr(module, "scored", lambda *rest: SimpleNamespace(scores=read(1.0), problem=None, failure=None))
+    judge = judging.Judge.__new__(judging.Judge)
+    judge.check, judge.budget = (lambda run: [1.0]), Budget(max_drop=0.1)
+    judge.jury = SimpleNamespace(judge=lambda scores, turn: Judgement(verdict, 0.0, None, None, None, "a drop of 0.00"))
+    monkeypatch.setattr(judging, "scored", lambda *rest: SimpleNamespace(scores=read(1.0), problem=None, failure=None))
     row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.01)
-    found = search._scored(row, None, raced, "8 rounds do not tell", False)
+    found = judge._scored(row, None, raced, "8 rounds do not tell", False)
     assert found.fate == fate and found.reason.endswith("8 rounds do not tell")
     assert conclusion.is_open(found) is (fate in ("dominated", "inconclusive")), "an undecided check of one that is hardly faster is not open"
 
 
 def judged(check, budget, run, *, confirming=False):
     """What is said of a way that changes numbers and is raced to be faster, and of the check. Both loops answer with `run(prompts)`."""
-    search = module.Search.__new__(module.Search)
-    search.check, search.budget, search.kinds, search.notes, search.memory = check, budget, {"weights"}, [], remembered.Memory()
-    search.selection, search.request, search.deadline = [[[1]] * 100], decode.Request(1), float("inf")
-    search.given = SimpleNamespace(model=None)
-    search._best = module.Ready("plain", module.PLAIN, None)
-    search._base = host = SimpleNamespace(prepare=lambda rows, request: SimpleNamespace(tokens=run(rows)))
-    search._control()
+    judge = judging.Judge(SimpleNamespace(model=None), None, [[[1]] * 100], [], decode.Request(1), None, check, budget, remembered.Memory().turn)
+    host = SimpleNamespace(prepare=lambda rows, request: SimpleNamespace(tokens=run(rows)))
+    notes = judge.control(host, float("inf"))
     row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.5)
-    return search._scored(row, host, "dominated", "", confirming), search.notes
+    return judge._scored(row, host, "dominated", "", confirming), notes
 
 
 @pytest.mark.parametrize("one_by_one", [True, False])
@@ -472,11 +468,11 @@ def test_a_record_holds_no_infinite_drop():
 
 def test_a_check_that_asks_one_prompt_several_times_gets_several_texts():
     """Each of its batches began from the same seed: eight samples of one answer were one, counted eight times."""
-    search = module.Search.__new__(module.Search)
-    search.given, search.selection, search.request = SimpleNamespace(model=None), [[[1]] * 2], decode.Request(6, Sampling(seed=3))
-    loop = build(torch, toys.Cached(), Way(), [[1, 2, 3]] * 2, search.request)
+    request = decode.Request(6, Sampling(seed=3))
+    judge = judging.Judge(SimpleNamespace(model=None), None, [[[1]] * 2], [], request, None, None, None, len)
+    loop = build(torch, toys.Cached(), Way(), [[1, 2, 3]] * 2, request)
     host = SimpleNamespace(prepare=lambda rows, request: loop.generate(rows, request))
-    texts = search._run(host, [[1, 2, 3]] * 8)
+    texts = judge._run(host, [[1, 2, 3]] * 8)
     assert len(set(map(tuple, texts))) > 2, "those of one batch differ anyway"
     assert texts == generate(toys.Cached(), [[1, 2, 3]] * 8, max_new_tokens=6, sampling=Sampling(seed=3), batch_size=2).tokens
 

@@ -17,27 +17,19 @@ from typing import Any, TypeVar
 import msgspec
 
 from saturate.inference.accuracy import Budget
-from saturate.inference.checking import scored
 from saturate.inference.confirm import once_more
-from saturate.inference.controls import controls
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.generation import measure, weights
-from saturate.inference.generation.compare import LENGTHS, Agreement, agreement
-from saturate.inference.generation.conclusion import THRESHOLD, TIME_OVER, no_time, race_words, speculation_words
+from saturate.inference.generation.conclusion import THRESHOLD, TIME_OVER, no_time
 from saturate.inference.generation.decode import Loop, Request
 from saturate.inference.generation.host import Host, Refused, Yard
-from saturate.inference.generation.prompts import as_lists
+from saturate.inference.generation.judging import Batch, Batches, Judge
 from saturate.inference.generation.recipe import LOOKUP, MODEL, Given, Recipe
 from saturate.inference.generation.remembered import Memory
-from saturate.inference.generation.sampling import GREEDY
-from saturate.inference.jury import Jury
 from saturate.inference.phases import Phases
-from saturate.measure.race import Estimate, Limits, estimate, look_confidence, verdict
+from saturate.measure.race import estimate, look_confidence, verdict
 from saturate.records.generation import GenerationCandidate
 from saturate.records.inference import Fate
-
-Batch = list[list[int]]
-Batches = list[Batch]
 
 #: Fates of ways that give the right tokens; `dominated`, until one is kept: faster than the plain loop beyond doubt.
 _WORKED = ("dominated", "no_difference", "inconclusive", "slower")
@@ -55,6 +47,8 @@ _LEAST_CONFIRM_S = 10.0
 _MOST_CONFIRMED = 3
 
 PLAIN = Recipe()
+
+_with = msgspec.structs.replace
 
 T = TypeVar("T")
 
@@ -94,12 +88,14 @@ class Search:
     memory: Memory = field(default_factory=Memory)          # until the check has been heard: of this search alone
     cut_short: set[str] = field(default_factory=set)        # ways that ended for the time, a full disk, or from outside
     _start_s: float = 0.0               # that the plain loop took until it could be timed
-    _check_s: float = 0.0               # that the check took of it
     _ready: list[Ready] = field(default_factory=list)
-    _texts: dict[tuple[Recipe, bool], list[list[int]]] = field(default_factory=dict)
-    _jury: Jury | None = None
     _base: Host = field(init=False, repr=False, compare=False)      # the plain loop's process
     _best: Ready = field(init=False, repr=False, compare=False)     # so far
+    judge: Judge = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.judge = Judge(self.given, self.yard, self.selection, self.confirmation, self.request, self.plain, self.check, self.budget,
+                           lambda record: self.memory.turn(record))
 
     def run(self) -> tuple[Ready, GenerationCandidate]:
         """The best way, and the plain loop's record. Ctrl-C ends the search: the best so far is returned then, not
@@ -110,7 +106,7 @@ class Search:
         began = time.monotonic()
         self._base = self.yard.start(PLAIN, self.selection[0], self.request)
         try:
-            self._texts[PLAIN, False] = self._warmed(self._base, self.selection)
+            self.judge.texts[PLAIN, False] = self.judge.warmed(self._base, self.selection)
             prepared = self._start_s = time.monotonic() - began
             runs = [self._base.generate(batch, self.request) for batch in self.selection]
             self.yard.slowest_s = max(run.total_ns for run in runs) / 1e9
@@ -122,9 +118,10 @@ class Search:
             self._best = plain = Ready("plain", PLAIN, base)
             try:
                 self.phases.end("start")
-                self._control()
-                self.memory = self.recall(() if self._jury is None else self._jury.heard)
-                if self._jury is not None:
+                if "weights" in self.kinds and time.monotonic() <= self._until("precision"):
+                    self.notes += self.judge.control(self._base, self._until("precision"))
+                self.memory = self.recall(() if self.judge.jury is None else self.judge.jury.heard)
+                if self.judge.jury is not None:
                     self.phases.end("check")
                 self._walk(plain)
                 self._base.close()
@@ -173,7 +170,7 @@ class Search:
                 self._lost(
                     name, "precision", "not_tried", "changes numbers: pass check= and budget= to have it judged"
                 )
-            elif self._jury is None:
+            elif self.judge.jury is None:
                 self._lost(name, "precision", "not_tried", f"{TIME_OVER} before the check was known to judge")
             else:
                 mode = runtime.recipe.compile_mode
@@ -211,7 +208,7 @@ class Search:
     def _needed_s(self, numerics: str) -> float:
         """What it takes to try one more way and to confirm the best. To be ready takes any of them as long as the plain loop took, at
         least; to confirm the best, about as long as it took to try it, and a plain loop beside it, which starts anew."""
-        check_s = self._check_s if numerics == "precision" else 0.0
+        check_s = self.judge.check_s if numerics == "precision" else 0.0
         return 2 * self._start_s + check_s + max(self._best.seconds, self._start_s + check_s)
 
     def _tried(self, label: str, numerics: str, recipe: Recipe, like: Recipe) -> tuple[GenerationCandidate, bool]:
@@ -232,7 +229,7 @@ class Search:
         """A fresh process with the plain loop. Raises WorkerFailed."""
         self._base.close()
         self._base = self.yard.start(PLAIN, self.selection[0], self.request)
-        self._warmed(self._base, self.selection)
+        self.judge.warmed(self._base, self.selection)
 
     def _plain(self, batch: Batch, request: Request) -> Any:
         """A run of the plain loop. Raises _PlainEnded: that is not to be blamed on the way beside it."""
@@ -243,13 +240,13 @@ class Search:
         began = time.monotonic()
         try:
             with self.yard.running(recipe, self.selection[0], self.request) as host:
-                text = self._warmed(host, self.selection)
+                text = self.judge.warmed(host, self.selection)
                 record = _with(record, prepare_s=time.monotonic() - began)
                 left = max(0.0, self.deadline - time.monotonic())
                 found, before, after = measure.race(
                     lambda batch: self._plain(batch, self.request),
                     lambda batch: host.generate(batch, self.request), self.selection, left / 4)
-                record = self._judged(record, host, text, like, found, before, after, confirming=False)
+                record = self.judge.judged(record, host, text, like, found, before, after, confirming=False)
                 return record, record.fate != "inconclusive"
         except Refused as refusal:
             return _with(record, fate=refusal.fate, reason=str(refusal)), True
@@ -264,96 +261,6 @@ class Search:
 
     def _lost(self, label: str, numerics: str, fate: Fate, reason: str) -> None:
         self.found.append(GenerationCandidate(id=label, numerics=numerics, fate=fate, reason=reason))
-
-    # -- judging ---------------------------------------------------------------------------------------------------
-
-    def _warmed(self, host: Host, batches: Batches) -> list[list[int]]:
-        """What it says to each batch, untimed: what is compiled at the first sight of a shape belongs to the preparation. Greedy,
-        whatever was asked: under sampling each run is another text."""
-        greedy = replace(self.request, sampling=GREEDY)
-        return [row for batch in batches for row in host.prepare(batch, greedy).tokens]
-
-    def _text_of(self, like: Recipe, confirming: bool) -> list[list[int]]:
-        """What the loop without drafts says, to the prompts of the selection or (`confirming`) of the confirmation."""
-        if (like, confirming) not in self._texts:
-            batches = self.confirmation if confirming else self.selection
-            with self.yard.running(like, batches[0], self.request) as host:
-                self._texts[like, confirming] = self._warmed(host, batches)
-        return self._texts[like, confirming]
-
-    def _same_text(self, host: Host, text: list[list[int]], like: Recipe, confirming: bool) -> Agreement:
-        batches = self.confirmation if confirming else self.selection
-        prompts = [prompt for batch in batches for prompt in batch]
-        return agreement(prompts, self._text_of(like, confirming), text, max(self.plain.tolerance, host.ready.tolerance), host.last_logits)
-
-    def _judged(self, record: GenerationCandidate, host: Host, text: list[list[int]], like: Recipe, found: Estimate,
-                before: list[Any], after: list[Any], confirming: bool) -> GenerationCandidate:
-        """The record of a way that was raced, and says `text`: is it faster, and is it right?"""
-        same, ready = self._same_text(host, text, like, confirming), host.ready
-        drafts = None
-        if ready.drafter is not None:
-            drafts = measure.speculation(ready.drafter, after, ready.costs, ready.choices)
-        lengths = _length(after) / _length(before)
-        record = _with(
-            record, speedup=found.speedup, speedup_ci=found.speedup_ci, timing=measure.timing(after),
-            speculation=drafts, identical=same.share, length_ratio=lengths,
-        )
-        outcome = verdict(found, THRESHOLD)
-        if outcome == "inconclusive" and found.rounds < Limits.min_rounds:
-            record = _with(record, speedup_ci=None)         # of so few rounds it would say nothing
-        fate, reason = ("dominated", same.words()) if outcome == "faster" else (outcome, race_words(outcome, found))
-        if drafts is not None:
-            reason = "; ".join(filter(None, (speculation_words(record), reason)))
-        if same.different and (record.numerics != "precision" or drafts is not None):
-            return _with(record, fate="rejected_behaviour", reason=same.words())
-        if record.numerics == "precision":
-            if not LENGTHS[0] <= lengths <= LENGTHS[1]:
-                return _with(record, fate="rejected_behaviour",
-                             reason=f"answers are {lengths:.0%} as long as the plain loop's")
-            return self._scored(record, host, fate, reason, confirming)
-        if not LENGTHS[0] <= same.length_ratio <= LENGTHS[1]:
-            fate, reason = "rejected_behaviour", f"{same.length_ratio:.0%} of the plain loop's tokens"
-        return _with(record, fate=fate, reason=reason)
-
-    # -- the check -------------------------------------------------------------------------------------------------
-
-    def _control(self) -> None:
-        """Who judges ways that change numbers; nobody, where none of them would be tried before the time ends. Raises CheckUnusable
-        where the check cannot."""
-        if self.check is None or self.budget is None or "weights" not in self.kinds or time.monotonic() > self._until("precision"):
-            return
-        found = controls(self.check, lambda prompts: self._run(self._base, prompts), self.budget, self._until("precision"))
-        self._check_s = found.seconds
-        if not found.late:
-            self._jury, notes = Jury.of(found, self.budget)
-            self.notes += notes
-
-    def _run(self, host: Host, prompts: Any) -> list[list[int]]:
-        rows = as_lists(prompts, self.given.model)
-        size = max(map(len, self.selection))
-        answers: list[list[int]] = []
-        for number, at in enumerate(range(0, len(rows), size)):
-            asked = replace(self.request, sampling=self.request.sampling.of_batch(number))      # as `Loop.generate_all` draws them
-            answers += host.prepare(rows[at:at + size], asked).tokens       # untimed, and of other shapes
-        return answers
-
-    def _scored(self, record: GenerationCandidate, host: Host, fate: Fate, reason: str,
-                confirming: bool) -> GenerationCandidate:
-        """A way that changes numbers: by the user's check, on the samples of the selection or of the confirmation."""
-        assert self.check is not None and self.budget is not None and self._jury is not None
-        answer = scored(self.check, lambda prompts: self._run(host, prompts), self.budget.metric)
-        if isinstance(answer.failure, WorkerFailed):
-            raise answer.failure
-        if answer.scores is None:
-            what = answer.problem.what if answer.problem else "the check gave no scores"
-            return _with(record, fate="rejected_behaviour", reason=what)
-        unknown: Fate = "undecided" if fate == "dominated" else fate        # one that is not known to be faster stays that
-        judged = self._jury.judge(answer.scores, self.memory.turn(record) if confirming else None)
-        drop, drop_ci = judged.numbers()
-        record = _with(record, accuracy=answer.scores.mean, accuracy_drop=drop, accuracy_drop_ci=drop_ci, verdict=judged.verdict)
-        if judged.verdict != "pass":
-            fate = unknown if judged.verdict == "undecided" else "rejected_accuracy"
-        return _with(record, fate=fate, reason="; ".join(filter(None, (judged.reason, reason))))
 
     # -- the winner ------------------------------------------------------------------------------------------------
 
@@ -437,8 +344,8 @@ class Search:
             first, began = self.confirmation[0], time.monotonic()
             with (contextlib.closing(_of_plain(lambda first=first: self.yard.start(PLAIN, first, self.request))) as base,
                   self.yard.running(best.recipe, first, self.request) as host):
-                self._texts[PLAIN, True] = _of_plain(lambda base=base: self._warmed(base, self.confirmation))
-                text = self._warmed(host, self.confirmation)
+                self.judge.texts[PLAIN, True] = _of_plain(lambda base=base: self.judge.warmed(base, self.confirmation))
+                text = self.judge.warmed(host, self.confirmation)
                 start_s = max(start_s, time.monotonic() - began)
                 left = max(0.0, ends - time.monotonic()) / (_PAIRS - len(pairs) + 1)
                 ratios, one, other = measure.rounds(
@@ -450,7 +357,7 @@ class Search:
                 found = estimate(pairs, confidence=look_confidence(_PAIRS))
                 last = not self.yard.isolated or len(pairs) == _PAIRS or time.monotonic() + start_s > self.deadline
                 if last or verdict(found, THRESHOLD) != "inconclusive":
-                    return self._judged(best.record, host, text, best.like, found, before, after, confirming=True)
+                    return self.judge.judged(best.record, host, text, best.like, found, before, after, confirming=True)
 
 
 class _PlainEnded(Exception):
@@ -472,11 +379,3 @@ def _of_plain(asked: Callable[[], T]) -> T:
 def _own_doing(error: WorkerFailed) -> bool:
     """Whether a way would end like this another time, too."""
     return not error.outside and error.kind not in ("timeout", "out_of_memory", "disk_full")
-
-
-def _length(runs: list[Any]) -> int:
-    return sum(run.new_tokens for run in runs)
-
-
-def _with(record: GenerationCandidate, **changes: Any) -> GenerationCandidate:
-    return msgspec.structs.replace(record, **changes)
