@@ -23,7 +23,7 @@ from torch.nn import functional  # noqa: E402
 
 from saturate.agent.context import Context  # noqa: E402
 from saturate.records.facts import Evidence, Facts, ModuleFacts, OptimizerFacts  # noqa: E402
-from saturate.techniques import _chunk_modes, _chunk_plan, _chunk_proof, _chunks, _trees, dynamic_batch, micro_batch  # noqa: E402
+from saturate.techniques import _chunk_modes, _chunk_plan, _chunk_proof, _chunks, _out_of_memory, _trees, dynamic_batch, micro_batch  # noqa: E402
 from saturate.techniques._api import NotApplied  # noqa: E402
 
 CONTEXTS = []
@@ -135,7 +135,7 @@ def test_every_chunk_runs_twice_and_never_more_samples_than_asked():
     MemoryError,
 ])
 def test_running_out_of_memory_is_a_class_of_errors(make):
-    assert _chunks.out_of_memory(make(), torch)
+    assert _out_of_memory.out_of_memory(make(), torch)
     plain, tuned = twins()
     expected, _ = regression(plain)
     tuned.quota[0] = Quota(limit=4, error=make)
@@ -144,8 +144,8 @@ def test_running_out_of_memory_is_a_class_of_errors(make):
 
 
 def test_other_errors_are_the_user_s_own():
-    assert not _chunks.out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), torch)
-    assert not _chunks.out_of_memory(ValueError("out of memory"), torch)
+    assert not _out_of_memory.out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), torch)
+    assert not _out_of_memory.out_of_memory(ValueError("out of memory"), torch)
     model = Net(quota=Quota(limit=4, error=lambda: ValueError("mine")))
     with pytest.raises(ValueError, match="mine"):
         regression(model, technique=dynamic_batch)

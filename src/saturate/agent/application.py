@@ -19,8 +19,8 @@ from saturate.agent.inspection import Inspection
 from saturate.techniques._api import NotApplied
 
 # Not at the exit: the dataclass of its module, made there, hides a Ctrl-C from the shell.
-from saturate.techniques._chunks import out_of_memory
 from saturate.techniques._interrupts import from_signal_handler
+from saturate.techniques._out_of_memory import out_of_memory
 
 #: Entries per parameter that are looked at whenever a trial stands at the gate.
 WATCHED_ENTRIES = 16

@@ -11,8 +11,8 @@ from typing import Any
 from saturate.techniques._chunk_modes import Randomness, devices_of, steady
 from saturate.techniques._chunk_plan import Joined, NotSplittable, Plan, bounds
 from saturate.techniques._chunk_proof import _OTHER_OUTPUTS, Proof
-from saturate.techniques._chunks import free, out_of_memory
 from saturate.techniques._interrupts import from_signal_handler
+from saturate.techniques._out_of_memory import free, out_of_memory
 
 
 def compare(module: Any, inner: Any, skeleton: Any, inputs: list[Any], plan: Plan, most: int, chunks: int, torch: Any) -> int:

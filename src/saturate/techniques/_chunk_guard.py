@@ -21,8 +21,9 @@ from saturate.techniques._chunk_modes import Randomness, devices_of
 from saturate.techniques._chunk_plan import NoRoom, NotSplittable, Plan
 from saturate.techniques._chunk_proof import SAMPLES, Watch, census, has_hooks, prove
 from saturate.techniques._chunk_rescue import Batch, Rescue
-from saturate.techniques._chunks import DRAWS, Call, Listener, free, out_of_memory, without_frames
+from saturate.techniques._chunks import DRAWS, Call, Listener
 from saturate.techniques._interrupts import from_signal_handler
+from saturate.techniques._out_of_memory import free, out_of_memory, without_frames
 
 #: Outside of everything that changes how a module computes, a compiler included.
 ORDER = 95

@@ -15,8 +15,9 @@ from typing import Any
 
 from saturate.techniques import _trees
 from saturate.techniques._chunk_rescue import Batch, Rescue, leads_to, node_key, release_graph
-from saturate.techniques._chunks import Call, free, out_of_memory, without_frames
+from saturate.techniques._chunks import Call
 from saturate.techniques._interrupts import from_signal_handler
+from saturate.techniques._out_of_memory import free, out_of_memory, without_frames
 
 #: What the losses of torch.nn.functional and of torch.nn end in, wherever a script has those from, beside all that is called `..._loss`.
 _ALSO = frozenset({"nll_loss_nd", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"})

@@ -31,8 +31,9 @@ from saturate.techniques._chunk_plan import (
     gradient_of_part,
     share_of_loss,
 )
-from saturate.techniques._chunks import FILLS, out_of_memory
+from saturate.techniques._chunks import FILLS
 from saturate.techniques._interrupts import from_signal_handler
+from saturate.techniques._out_of_memory import out_of_memory
 from saturate.techniques._surroundings import Surroundings
 
 #: Samples of the live batch that a proof runs; fewer where memory does not hold them. The two chunks are uneven.

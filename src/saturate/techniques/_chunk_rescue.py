@@ -16,7 +16,8 @@ from typing import Any
 
 from saturate.techniques import _autograd, _trees
 from saturate.techniques._chunk_modes import Autocast, Randomness, agrees, devices_of, glimpse
-from saturate.techniques._chunks import DRAWS, free, out_of_memory, without_frames
+from saturate.techniques._chunks import DRAWS
+from saturate.techniques._out_of_memory import free, out_of_memory, without_frames
 from saturate.techniques._weakly import held_weakly
 
 #: How far outputs in chunks may be from those of the whole, relative to the largest entry; where numbers may be narrow.
