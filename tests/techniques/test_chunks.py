@@ -23,7 +23,16 @@ from torch.nn import functional  # noqa: E402
 
 from saturate.agent.context import Context  # noqa: E402
 from saturate.records.facts import Evidence, Facts, ModuleFacts, OptimizerFacts  # noqa: E402
-from saturate.techniques import _chunk_modes, _chunk_plan, _chunk_proof, _chunks, _out_of_memory, _trees, dynamic_batch, micro_batch  # noqa: E402
+from saturate.techniques import (  # noqa: E402
+    _chunk_census,
+    _chunk_modes,
+    _chunk_plan,
+    _chunks,
+    _out_of_memory,
+    _trees,
+    dynamic_batch,
+    micro_batch,
+)
 from saturate.techniques._api import NotApplied  # noqa: E402
 
 CONTEXTS = []
@@ -735,7 +744,7 @@ def test_gradients_that_are_divided_by_frequency_are_refused():
     bags = body(embeds, table=torch.nn.EmbeddingBag(1000, 6, scale_grad_by_freq=True))
     assert "how often an index occurs" in refused_at_once(bags)
     model.table.weight.requires_grad_(False)        # nothing is divided
-    assert not _chunk_proof.census(model, torch)
+    assert not _chunk_census.census(model, torch)
 
 
 def mixes(self, x):
@@ -1458,7 +1467,7 @@ def test_a_reason_is_said_once_for_all_structures(capfd):
 
 
 @pytest.mark.parametrize("technique", [micro_batch, dynamic_batch])
-@pytest.mark.parametrize("where", [(_chunks.Call, "run"), (_chunk_proof.Watch, "problem"), (_trees, "taken_apart")], ids=str)
+@pytest.mark.parametrize("where", [(_chunks.Call, "run"), (_chunk_census.Watch, "problem"), (_trees, "taken_apart")], ids=str)
 def test_our_own_failure_costs_nothing_but_the_technique(technique, where, monkeypatch, capfd):
     """A bug of ours in the forward: the script's own forward runs instead."""
     plain, tuned = twins()

@@ -1,7 +1,7 @@
 """Between the script and a module's forward: decides for every batch whether it runs whole or in chunks.
 
-A structure of arguments is looked at once (`_chunk_proof`): the script's own forward is watched, and a few of its samples
-prove that chunks give the same. Before a batch is cut, and now and then from there on, the same is shown at its own size
+A structure of arguments is looked at once: the script's own forward is watched (`_chunk_census`), and a few of its samples prove that
+chunks give the same (`_chunk_proof`). Before a batch is cut, and now and then from there on, the same is shown at its own size
 (`_chunk_compare`). What cannot be proved runs as the script wrote it.
 """
 
@@ -16,10 +16,11 @@ from typing import Any, Protocol
 from saturate import notices
 from saturate.techniques import _common, _trees
 from saturate.techniques._api import NotApplied
+from saturate.techniques._chunk_census import Watch, census, has_hooks
 from saturate.techniques._chunk_compare import compare
 from saturate.techniques._chunk_modes import Randomness, devices_of
 from saturate.techniques._chunk_plan import NoRoom, NotSplittable, Plan
-from saturate.techniques._chunk_proof import SAMPLES, Watch, census, has_hooks, prove
+from saturate.techniques._chunk_proof import SAMPLES, prove
 from saturate.techniques._chunk_rescue import Batch, Rescue
 from saturate.techniques._chunks import DRAWS, Call, Listener
 from saturate.techniques._interrupts import from_signal_handler

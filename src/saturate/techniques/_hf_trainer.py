@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from saturate.records.facts import TrainerFacts
-from saturate.techniques._chunk_proof import census
+from saturate.techniques._chunk_census import census
 from saturate.techniques._interrupts import from_signal_handler
 
 #: The package, whose own classes and callbacks are known.

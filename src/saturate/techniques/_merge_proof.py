@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from saturate.techniques import _autograd
+from saturate.techniques._chunk_census import Watch
 from saturate.techniques._chunk_modes import Randomness, devices_of, hooks_set_aside, reductions, steady
 from saturate.techniques._chunk_plan import NotSplittable
-from saturate.techniques._chunk_proof import _NOISE, _TOLERANCE, _TOLERANCE_TF32, Watch
+from saturate.techniques._chunk_proof import _NOISE, _TOLERANCE, _TOLERANCE_TF32
 from saturate.techniques._interrupts import from_signal_handler
 from saturate.techniques._merged_batch import NotMergeable
 from saturate.techniques._out_of_memory import free, out_of_memory
