@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from nsys_exports import Export
 from traces import Recording
 
-from saturate.trace import nsys, one_run, ranks
+from saturate.records.analysis import Straggler
+from saturate.trace import collectives, nsys, one_run, ranks
 from saturate.trace.analyze import analyze
 from saturate.trace.columns import Trace
 
@@ -46,8 +48,13 @@ def pair(late: dict[int, int], clock: int = 0, **both: Any) -> list[Trace]:
     return [recorded(0, world, **both), recorded(1, world, clock=clock, **both)]
 
 
+def stragglers(traces: Iterable[Trace]) -> list[Straggler]:
+    """Each rank across the collectives that all took part in."""
+    return ranks.across([seen for trace in traces for seen in collectives.observe(trace)]).stragglers
+
+
 def test_the_late_rank_and_its_peers_wait() -> None:
-    first, second = ranks.stragglers(pair({2: 700, 3: 300}))
+    first, second = stragglers(pair({2: 700, 3: 300}))
     assert (first.rank, first.late_ns, first.wait_ns) == (1, 3 * 1_000, 0)
     assert (second.rank, second.late_ns, second.wait_ns) == (0, 0, 3 * 1_000)
     assert first.transfer_ns == second.transfer_ns == 12 * TRANSFER
@@ -56,13 +63,13 @@ def test_the_late_rank_and_its_peers_wait() -> None:
 
 
 def test_nobody_late() -> None:
-    assert [(each.late_ns, each.wait_ns) for each in ranks.stragglers(pair({}))] == [(0, 0), (0, 0)]
+    assert [(each.late_ns, each.wait_ns) for each in stragglers(pair({}))] == [(0, 0), (0, 0)]
 
 
 def test_three_ranks_and_two_culprits() -> None:
     world = {0: {}, 1: {0: 500}, 2: {1: 800, 0: 100}}
     traces = [recorded(rank, world, steps=range(1)) for rank in world]
-    found = {each.rank: each for each in ranks.stragglers(traces)}
+    found = {each.rank: each for each in stragglers(traces)}
     assert {rank: each.late_ns for rank, each in found.items()} == {0: 0, 1: 500, 2: 900}
     assert {rank: each.wait_ns for rank, each in found.items()} == {0: 1300, 1: 800, 2: 400}
 
@@ -70,7 +77,7 @@ def test_three_ranks_and_two_culprits() -> None:
 @pytest.mark.parametrize("clock", [5_000_000_000, -7_777])
 def test_clocks_that_do_not_agree(clock: int) -> None:
     """The durations still tell."""
-    study = ranks.across([seen for trace in pair({2: 700}, clock) for seen in ranks.observe(trace)])
+    study = ranks.across([seen for trace in pair({2: 700}, clock) for seen in collectives.observe(trace)])
     assert [(each.rank, each.late_ns, each.wait_ns, each.late_from) for each in study.stragglers] == [
         (1, 2_100, 0, "durations"), (0, 0, 2_100, "durations")]
     assert study.notes == ["the ranks' clocks do not agree, so lateness is from durations"]
@@ -90,7 +97,7 @@ def test_clocks_that_are_apart_by_less_than_a_transfer(clock: int, late: int, ar
                             arguments={fact: value + step for fact, value in arguments.items()})
         return made.trace()
 
-    study = ranks.across(ranks.observe(one(0)) + ranks.observe(one(1)))
+    study = ranks.across(collectives.observe(one(0)) + collectives.observe(one(1)))
     assert {each.rank: (each.late_ns, each.wait_ns, each.late_from) for each in study.stragglers} == {
         0: (0, 3 * late, "starts"), 1: (3 * late, 0, "starts")}
     assert study.notes == ([] if abs(clock) < 20_000 else [
@@ -98,7 +105,7 @@ def test_clocks_that_are_apart_by_less_than_a_transfer(clock: int, late: int, ar
         "together"])
 
 
-def leaving_early(rank: int, kind: str, clock: int = 0, all_reduces: bool = True) -> list[ranks.Seen]:
+def leaving_early(rank: int, kind: str, clock: int = 0, all_reduces: bool = True) -> list[collectives.Seen]:
     """Three collectives per step that both ranks reach at once and rank 0 leaves 4 us before rank 1; and, or not, an
     all-reduce that rank 1 reaches 1 us late. The clock of rank 1 is ahead by `clock`."""
     made = Recording(rank=rank, world_size=2)
@@ -110,7 +117,7 @@ def leaving_early(rank: int, kind: str, clock: int = 0, all_reduces: bool = True
             made.collective(NAME, due, due + 5_000 + 4_000 * rank, launched=due - 50, arguments={"Collective name": kind})
         if all_reduces:
             made.collective(NAME, at + 60_000 + 1_000 * rank, at + 65_000, launched=at + 100, arguments={})
-    return ranks.observe(made.trace())
+    return collectives.observe(made.trace())
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "_reduce_oop", "scatter", "gather"])
@@ -140,16 +147,16 @@ def test_origins_are_part_of_the_clock() -> None:
     """The same instants, counted from another origin."""
     one, two = pair({2: 700})
     moved = recorded(1, {0: {}, 1: {2: 700}}, clock=-40_000)
-    found = ranks.stragglers([one, Trace(**{**vars(moved), "origin_ns": 40_000})])
-    assert found == ranks.stragglers([one, two])
+    found = stragglers([one, Trace(**{**vars(moved), "origin_ns": 40_000})])
+    assert found == stragglers([one, two])
     assert found[0].late_from == "starts"
 
 
 def test_windows_of_other_steps_are_matched_by_their_numbers() -> None:
     """One rank recorded steps 0 to 2, the other 1 to 3: two steps are common. Matched by order, nothing would fit."""
     world = {0: {}, 1: {1: 400}}
-    study = ranks.across(ranks.observe(recorded(0, world, steps=range(3)))
-                         + ranks.observe(recorded(1, world, steps=range(1, 4))))
+    study = ranks.across(collectives.observe(recorded(0, world, steps=range(3)))
+                         + collectives.observe(recorded(1, world, steps=range(1, 4))))
     assert [(each.rank, each.late_ns, each.collectives) for each in study.stragglers] == [(1, 800, 8), (0, 0, 8)]
     assert study.notes[0].startswith("8 of 24 recorded collectives")
 
@@ -163,7 +170,7 @@ def test_between_two_steps_is_in_none() -> None:
             made.kernel(NAME, at + rank * 10, at + 1_000, launched=at)
         return made.trace()
 
-    assert [(each.rank, each.late_ns, each.collectives) for each in ranks.stragglers(
+    assert [(each.rank, each.late_ns, each.collectives) for each in stragglers(
         [one(0, [20_000, 60_000]), one(1, [20_000])])] == [(1, 10, 1), (0, 0, 1)]
 
 
@@ -177,7 +184,7 @@ def test_sequence_numbers_are_believed_before_steps() -> None:
             made.collective(NAME, at + rank * 100, at + 1_000, launched=at, arguments={"Seq": 40 + number})
         return made.trace()
 
-    assert [(each.rank, each.late_ns, each.collectives) for each in ranks.stragglers([one(0, 0), one(1, 500)])] == [
+    assert [(each.rank, each.late_ns, each.collectives) for each in stragglers([one(0, 0), one(1, 500)])] == [
         (1, 300, 3), (0, 0, 3)]
 
 
@@ -191,7 +198,7 @@ def test_sizes_tell_collectives_apart() -> None:
                             arguments={"Collective name": "allreduce", "In msg nelems": size})
         return made.trace()
 
-    study = ranks.across(ranks.observe(one(0, [300, 900])) + ranks.observe(one(1, [900, 300])))
+    study = ranks.across(collectives.observe(one(0, [300, 900])) + collectives.observe(one(1, [900, 300])))
     assert {(each.wait_ns, each.transfer_ns, each.late_ns) for each in study.stragglers} == {(0, 1200, 1)}
     assert study.notes == []
 
@@ -207,14 +214,14 @@ def test_process_groups_keep_to_themselves() -> None:
                             arguments={"Process Group Ranks": str(group), "Process Group Name": str(rank // 2)})
         return made.trace()
 
-    found = {each.rank: each for each in ranks.stragglers([one(rank) for rank in range(4)])}
+    found = {each.rank: each for each in stragglers([one(rank) for rank in range(4)])}
     assert {rank: each.late_ns for rank, each in found.items()} == {0: 0, 1: 202, 2: 0, 3: 206}
     assert all(each.collectives == 2 for each in found.values())
 
 
 def test_a_group_with_a_missing_rank_is_judged_by_those_that_are_there() -> None:
     traces = pair({2: 700}, arguments={"Process Group Ranks": "[0, 1, 2, 3]"})
-    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    study = ranks.across([seen for trace in traces for seen in collectives.observe(trace)])
     assert [each.late_ns for each in study.stragglers] == [2_100, 0]
     assert study.world_size == 4 and study.notes == [study.unknown] == ["2 of 4 " + MISSING]
 
@@ -226,7 +233,7 @@ def test_a_group_with_a_missing_rank_is_judged_by_those_that_are_there() -> None
 def test_ranks_that_were_not_given_are_missed(given: tuple[int, ...], size: int | None, said: str) -> None:
     """All of these may have waited for one of those."""
     traces = [replace(recorded(rank, dict.fromkeys(given, {})), world_size=size) for rank in given]
-    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    study = ranks.across([seen for trace in traces for seen in collectives.observe(trace)])
     assert len(study.stragglers) == len(given) and not study.mixed
     assert (study.unknown, study.notes) == (said, [said] if said else [])
     assert analyze(traces).unknown == ({"stragglers": said} if said else {})
@@ -248,14 +255,14 @@ def test_counts_that_do_not_match_are_left_out_and_said() -> None:
             if number < 2:
                 made.kernel("ncclDevKernel_Broadcast(x)", 1_000 * number + 300, 1_000 * number + 400,
                             launched=1_000 * number)
-    study = ranks.across([seen for made in (one, two) for seen in ranks.observe(made.trace())])
+    study = ranks.across([seen for made in (one, two) for seen in collectives.observe(made.trace())])
     assert [each.collectives for each in study.stragglers] == [2, 2]
     assert study.notes == [f"7 of 11 {LEFT_OUT}"]
 
 
 def test_sends_and_receives_are_no_collectives() -> None:
     traces = pair({2: 700}, arguments={"Collective name": "send"})
-    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    study = ranks.across([seen for trace in traces for seen in collectives.observe(trace)])
     assert study.stragglers == [] and "no collective could be matched" in study.unknown
     assert analyze(traces).integrity.problems == [], "nothing speaks against one run"
     assert study.notes == ["24 sends and receives are not collectives and were left out"]
@@ -265,7 +272,7 @@ def test_sends_and_receives_are_no_collectives() -> None:
                                   "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)"])
 def test_sends_and_receives_without_recorded_arguments(name: str) -> None:
     """Rank 1 receives long after rank 0 has sent to another one: nobody waits for it."""
-    def one(rank: int, host: tuple[str, ...] = (), **facts: Any) -> list[ranks.Seen]:
+    def one(rank: int, host: tuple[str, ...] = (), **facts: Any) -> list[collectives.Seen]:
         made = Recording(rank=rank, world_size=2)
         for number in range(3):
             at = 100_000 * number
@@ -274,17 +281,17 @@ def test_sends_and_receives_without_recorded_arguments(name: str) -> None:
             made.kernel(NAME, at, at + 1_000, launched=at)
             made.collective(name, at + 10_000, at + 20_000 + (0 if facts or host else 30_000 * rank), launched=at,
                             arguments=facts)
-        return ranks.observe(made.trace())
+        return collectives.observe(made.trace())
 
     study = ranks.across(one(0) + one(1))
     assert [(each.wait_ns, each.collectives) for each in study.stragglers] == [(0, 3), (0, 3)]
     assert study.notes == ["6 sends and receives are not collectives and were left out"]
     told = ranks.across(one(0, **{"Collective name": "all_to_all"}) + one(1, **{"Collective name": "all_to_all"}))
     assert {each.collectives for each in told.stragglers} == {6} and told.notes == []
-    for host, collectives in ((("c10d::alltoall_base_",), 6), (("nccl:all_to_all", "nccl:send 0->1"), 3),
-                              (("nccl:all_to_all", "c10d::recv_"), 3), (("c10d::send",), 3)):
+    for host, found in ((("c10d::alltoall_base_",), 6), (("nccl:all_to_all", "nccl:send 0->1"), 3),
+                        (("nccl:all_to_all", "c10d::recv_"), 3), (("c10d::send",), 3)):
         seen = ranks.across(one(0, host) + one(1, host)).stragglers
-        assert {each.collectives for each in seen} == {collectives}, host
+        assert {each.collectives for each in seen} == {found}, host
 
 
 @pytest.mark.parametrize(("traces", "reason"), [
@@ -295,9 +302,9 @@ def test_sends_and_receives_without_recorded_arguments(name: str) -> None:
     ([Recording(rank=0).trace(), Recording(rank=1).trace()], "no collectives were recorded"),
 ])
 def test_when_nothing_can_be_said(traces: list[Trace], reason: str) -> None:
-    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    study = ranks.across([seen for trace in traces for seen in collectives.observe(trace)])
     assert study.stragglers == [] and reason in study.unknown
-    assert ranks.stragglers(traces) == []
+    assert stragglers(traces) == []
 
 
 def of_run(source: str, rank: int | None = None, size: int | None = 2, at_s: float = 0.0) -> one_run.Member:
@@ -341,7 +348,7 @@ def test_what_cannot_be_compared_is_a_problem_of_the_files() -> None:
 
 def test_files_without_ranks_are_numbered_in_their_order() -> None:
     traces = [recorded(None, {0: {2: 700}}), recorded(None, {0: {}})]
-    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    study = ranks.across([seen for trace in traces for seen in collectives.observe(trace)])
     assert {each.rank for each in study.stragglers} == {0, 1}
     assert study.notes == ["the files do not say their rank; ranks are numbered in the order of the files"]
     devices = analyze(traces).devices
@@ -361,7 +368,7 @@ def processes(path: Path, of: dict[int, tuple[int, int]]) -> Path:
 
 def test_two_processes_in_one_nsys_export_are_two_ranks(tmp_path: Path) -> None:
     trace = nsys.read(processes(tmp_path / "a.sqlite", {100: (0, 0), 200: (1, 250)}))
-    assert [(each.rank, each.late_ns, each.collectives) for each in ranks.stragglers([trace])] == [
+    assert [(each.rank, each.late_ns, each.collectives) for each in stragglers([trace])] == [
         (1, 750, 3), (0, 0, 3)]
     assert [(device.rank, device.id) for device in analyze([trace]).devices] == [(0, 0), (1, 1)]
 
@@ -376,7 +383,7 @@ def test_several_nsys_exports_of_several_processes(tmp_path: Path) -> None:
     assert [(device.rank, device.id) for device in analysis.devices] == [(0, 0), (1, 1), (2, 0), (3, 1)]
     assert {each.rank: each.late_ns for each in analysis.stragglers} == {0: 0, 1: 0, 2: 750, 3: 0}
     assert [Path(source).parent.name for source in analysis.sources] == ["a", "b"]
-    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    study = ranks.across([seen for trace in traces for seen in collectives.observe(trace)])
     assert study.notes == ["the files do not say their rank; ranks are numbered in the order of the files, and of the "
                            "devices in each"]
 
@@ -397,7 +404,7 @@ def sampled(rank: int, kept: list[int], clock: int = 0) -> Trace:
 
 def test_positions_that_do_not_hold_are_not_believed() -> None:
     """Both ranks kept five, but not the same five: by position, 3 would be matched with 4, and so on."""
-    study = ranks.across(ranks.observe(sampled(0, [0, 2, 3, 7, 9])) + ranks.observe(sampled(1, [0, 3, 4, 8, 9])))
+    study = ranks.across(collectives.observe(sampled(0, [0, 2, 3, 7, 9])) + collectives.observe(sampled(1, [0, 3, 4, 8, 9])))
     assert [(each.rank, each.late_ns, each.collectives, each.late_from) for each in study.stragglers] == [
         (1, 3 * 90_000, 3, "starts"), (0, 0, 3, "starts")]
     assert [note.partition(",")[0] for note in study.notes] == [
@@ -407,7 +414,7 @@ def test_positions_that_do_not_hold_are_not_believed() -> None:
 
 def test_neither_positions_nor_clocks() -> None:
     traces = [sampled(0, [0, 2, 3, 7, 9]), sampled(1, [0, 3, 4, 8, 9], 4_000_000)]
-    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    study = ranks.across([seen for trace in traces for seen in collectives.observe(trace)])
     assert study.stragglers == [] and "no collective could be matched" in study.unknown
 
 
@@ -422,7 +429,7 @@ def test_by_time_each_has_one_counterpart_and_ends_with_it() -> None:
 
     first = one(0, [(0, 500), (1_000, 1_400), (3_000, 3_370), (3_375, 3_380), (6_000, 6_100)])
     second = one(1, [(40, 500), (1_300, 2_000), (3_100, 3_385), (8_000, 8_100), (9_000, 9_100)])
-    study = ranks.across(ranks.observe(first) + ranks.observe(second))
+    study = ranks.across(collectives.observe(first) + collectives.observe(second))
     assert {(each.collectives, each.late_from) for each in study.stragglers} == {(2, "starts")}
     late = {each.rank: each.late_ns for each in study.stragglers}
     assert late == {0: 277_500, 1: 37_500}, "one pair ends together, the other 5 us apart: clocks are set by the middle"
@@ -435,7 +442,7 @@ def test_one_position_that_does_not_hold_is_left_out() -> None:
         one.kernel(NAME, at, at + 1_000, launched=at)
         at += 5_000 if number == 7 else 0
         two.kernel(NAME, at + 100, at + 1_000, launched=at)
-    study = ranks.across([seen for made in (one, two) for seen in ranks.observe(made.trace())])
+    study = ranks.across([seen for made in (one, two) for seen in collectives.observe(made.trace())])
     assert [(each.rank, each.late_ns, each.collectives) for each in study.stragglers] == [(1, 1_900, 19), (0, 0, 19)]
     assert study.notes == [f"2 of 40 {LEFT_OUT}"]
 
@@ -452,7 +459,7 @@ def test_collectives_of_a_cpu() -> None:
             made.annotation("gloo:send", at + 20_000, at + 30_000)
         return made.trace()
 
-    study = ranks.across(ranks.observe(one(0)) + ranks.observe(one(1)))
+    study = ranks.across(collectives.observe(one(0)) + collectives.observe(one(1)))
     assert [(each.rank, each.late_ns, each.wait_ns, each.collectives) for each in study.stragglers] == [
         (1, 21_000, 0, 3), (0, 0, 21_000, 3)]
     assert study.notes == ["6 sends and receives are not collectives and were left out"]
@@ -463,7 +470,7 @@ def test_two_of_128_ranks(shared_traces: Path) -> None:
     from saturate.trace.read import read
 
     traces = [read(shared_traces / f"ws128_rank{rank}.json.gz") for rank in (0, 1)]
-    study = ranks.across([seen for trace in traces for seen in ranks.observe(trace)])
+    study = ranks.across([seen for trace in traces for seen in collectives.observe(trace)])
     found = {each.rank: each for each in study.stragglers}
     assert {(each.collectives, each.late_from) for each in study.stragglers} == {(5, "starts")}
     assert found[1].late_ns == 31_865_000 and found[0].late_ns == 0

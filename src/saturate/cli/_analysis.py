@@ -33,8 +33,9 @@ from saturate.records.observations import CommunicationSeen, Observations
 from saturate.report import analysis as terminal
 from saturate.report import analysis_compare, analysis_html, words
 from saturate.techniques import _registry as techniques
-from saturate.trace import one_run, ranks
+from saturate.trace import collectives, one_run, ranks
 from saturate.trace.analyze import analyze_one, combine, not_one_run, ranked
+from saturate.trace.collectives import Seen
 from saturate.trace.columns import Trace
 from saturate.trace.compare import compare
 from saturate.trace.observe import observations
@@ -54,7 +55,7 @@ class Reduced:
 
     analysis: Analysis
     seen: list[Observations]  # one for each device
-    collectives: list[ranks.Seen]
+    collectives: list[Seen]
     member: one_run.Member
 
 
@@ -154,7 +155,7 @@ def reduced(trace: Trace, measured: Sequence[Ceilings] = (), lighter: bool = Fal
             replace(each, operators=tuple(sorted(each.operators, key=lambda o: -o.share)[:OPERATORS]))
             for each in seen
         ]
-    return Reduced(analysis, seen, ranks.observe(trace), one_run.member(trace))
+    return Reduced(analysis, seen, collectives.observe(trace), one_run.member(trace))
 
 
 def _lighter(device: Device) -> Device:

@@ -10,7 +10,7 @@ import numpy as np
 
 from saturate.records.analysis import Analysis, DataWait, Device, Gaps, Limit, Occupancy, Problem, Roofline, overall
 from saturate.records.ceilings import Ceilings
-from saturate.trace import breakdown, gaps, integrity, one_run, ranks
+from saturate.trace import breakdown, collectives, gaps, integrity, one_run, ranks
 from saturate.trace.columns import Column, Trace
 from saturate.trace.each_step import each_step
 from saturate.trace.intervals import length
@@ -43,7 +43,7 @@ def analyze(traces: Iterable[Trace], ceilings: Ceilings | Iterable[Ceilings] | N
     parts, seen, members = [], [], []
     for trace in traces:
         parts.append(analyze_one(trace, ceilings))
-        seen.append(ranks.observe(trace))
+        seen.append(collectives.observe(trace))
         members.append(one_run.member(trace))
     together = ranks.compared(members, [each for own in seen for each in own])
     whole = combine(ranked(parts, seen, together), stragglers=together.stragglers)
@@ -60,7 +60,7 @@ def not_one_run(compared: ranks.Ranks) -> list[Problem]:
     return [Problem(id="not-one-run", message=compared.unknown, blocks=["ranks"])] if compared.mixed else []
 
 
-def ranked(parts: Sequence[Analysis], seen: Sequence[Sequence[ranks.Seen]], compared: ranks.Ranks) -> list[Analysis]:
+def ranked(parts: Sequence[Analysis], seen: Sequence[Sequence[collectives.Seen]], compared: ranks.Ranks) -> list[Analysis]:
     """The analyses of the files, with the ranks that were given a number where a file does not say its own. `seen`: the
     ranks of each file, as they were compared."""
     if not compared.numbers:
@@ -71,7 +71,7 @@ def ranked(parts: Sequence[Analysis], seen: Sequence[Sequence[ranks.Seen]], comp
             for part, own in zip(parts, numbered, strict=True)]
 
 
-def _ranked(device: Device, numbered: Sequence[tuple[ranks.Seen, int]]) -> Device:
+def _ranked(device: Device, numbered: Sequence[tuple[collectives.Seen, int]]) -> Device:
     if device.rank is not None:
         return device
     own = [number for seen, number in numbered if seen.devices is None or device.id in seen.devices]
