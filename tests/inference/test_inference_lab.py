@@ -25,7 +25,6 @@ from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed, NotDeployable
 from saturate.inference.ending import Ending
 from saturate.inference.failures import WorkerFailed
-from saturate.inference.formats import MADE_FOR
 from saturate.inference.journal import Journal
 from saturate.inference.jury import Jury, control
 from saturate.inference.lab import Lab
@@ -388,7 +387,7 @@ class OfSize:
 
     def run(self, x: Any) -> Any:
         if len(x) != self.size:
-            raise WorkerFailed("failed", f"ValueError: input tensor 0 has shape {list(x.shape)}, {MADE_FOR} [{self.size}, 3]", alive=True)
+            raise WorkerFailed("other_sizes", f"input tensor 0 has shape {list(x.shape)}, this program was made for [{self.size}, 3]", alive=True)
         return (x * 2 * (1 + self.rounding),)
 
 

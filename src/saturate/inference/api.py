@@ -33,7 +33,7 @@ from saturate.inference.phases import Phases, slack_s
 from saturate.inference.process import clear_away
 from saturate.inference.result import Result, seconds_of, undecided_lossless
 from saturate.inference.search import Search
-from saturate.inference.source import IMPORTED_ANEW, NOT_MADE, Source
+from saturate.inference.source import Source
 from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Train
 from saturate.machine import facts as machine
@@ -169,9 +169,10 @@ def running_model() -> Iterator[None]:
         if error.kind == "timeout":
             raise WorkloadFailed("the model takes too long", cause=error.reason, evidence=error.log,
                                  remedy="give the search more time, or fewer and smaller inputs") from error
-        if error.reason.startswith(NOT_MADE):
-            raise WorkloadFailed(NOT_MADE, cause=error.reason.removeprefix(f"{NOT_MADE}: "), evidence=error.log,
-                                 remedy=IMPORTED_ANEW) from error
+        if error.kind == "not_made":
+            raise WorkloadFailed("the model cannot be made in a process of its own", cause=error.reason, evidence=error.log,
+                                 remedy="other processes import the modules of its classes anew, with this sys.path: what was put into "
+                                        "sys.modules or changed in a module by hand has to be where they are imported") from error
         raise WorkloadFailed("the model does not run on its inputs", cause=error.reason, evidence=error.log,
                              remedy="model(*batch) must work for each batch of inputs") from error
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["not_applied", "failed", "out_of_memory", "timeout", "disk_full"]
+Kind = Literal["not_applied", "not_made", "other_sizes", "failed", "out_of_memory", "timeout", "disk_full"]
 
 
 class WorkerFailed(Exception):
     """A candidate refused, failed, or had to be ended. `reason` is one sentence; `log` is the traceback or the end of
     what was printed. `alive`: the process is still there and takes other requests (it does not like these inputs).
-    `outside`: it was no fault of its own, so that it may work another time."""
+    `outside`: it was no fault of its own, so that it may work another time. Of the kinds, not_made: the process could not make the
+    model (`source.NotMade`); other_sizes: its program was made for other inputs than these (`formats.OtherSizes`)."""
 
     def __init__(self, kind: Kind, reason: str, log: str = "", alive: bool = False, outside: bool = False):
         super().__init__(reason)

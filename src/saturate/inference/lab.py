@@ -21,7 +21,6 @@ from saturate.inference.accuracy import Budget, Judgement
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import NotDeployable
 from saturate.inference.failures import WorkerFailed
-from saturate.inference.formats import MADE_FOR
 from saturate.inference.journal import Journal, key_of, turn, turns_of
 from saturate.inference.jury import Jury
 from saturate.inference.process import Worker
@@ -261,7 +260,7 @@ class Lab:
             except WorkerFailed as error:
                 if not error.alive:
                     raise
-                if not other.given and MADE_FOR in error.reason:
+                if not other.given and error.kind == "other_sizes":
                     continue        # it says that it was made for the sizes of the inputs; nobody asked for others
                 return f"{shown}, which the model takes, fails: {error.reason}"
             problem = guards.examine(self._torch(), [other.answer], [got], numerics=candidate.numerics, spare=1,

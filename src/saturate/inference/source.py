@@ -31,10 +31,8 @@ _MODEL, _INPUTS, _OTHERS, _CALIBRATION, _TRAIN, _LOADER, _FACTS = (
     "model.pt", "inputs.pt", "others.pt", "calibration.pt", "train.pt", "loader.pt", "facts.pt")
 
 
-#: Of a model whose modules another process does not find, or not as they are here, and what to do about it.
-NOT_MADE = "the model cannot be made in a process of its own"
-IMPORTED_ANEW = ("other processes import the modules of its classes anew, with this sys.path: what was put into sys.modules or changed in a "
-                 "module by hand has to be where they are imported")
+class NotMade(Exception):
+    """This process does not find the modules of the model, or not as they were where it came from; the message is Python's error."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +163,12 @@ class Source:
     def model(self, torch: Any, *, in_place: bool = False) -> Any:
         """A module in the mode in which it came; a method of one is a module of its own here. It is on the CPU, or (`in_place`) on the
         device that it came from: `to` moves weights and buffers, but no tensor that is a plain attribute or an argument that was
-        given already."""
+        given already. Raises NotMade."""
         check_private(self.folder)
         try:
             module = pickles.load(torch, self.folder / _MODEL, None if in_place else "cpu").as_module(torch)
         except (ImportError, AttributeError) as error:
-            raise UsageError(NOT_MADE, cause=f"{type(error).__name__}: {error}", remedy=IMPORTED_ANEW) from error
+            raise NotMade(f"{type(error).__name__}: {error}") from error
         _as_constructed(module)
         return module
 

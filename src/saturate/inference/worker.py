@@ -31,7 +31,8 @@ from saturate.inference import batches as trees
 from saturate.inference import facts as observing
 from saturate.inference import gpu_failures, session, users_code, wire
 from saturate.inference.device_memory import DeviceMemory
-from saturate.inference.source import Source
+from saturate.inference.formats import OtherSizes
+from saturate.inference.source import NotMade, Source
 from saturate.inference.techniques._api import Context, Entry, NotApplied, Proof
 from saturate.measure import placement
 from saturate.records.inference import ModelFacts
@@ -82,7 +83,7 @@ def _answer(server: Server, request: str, arguments: tuple[Any, ...]) -> tuple[A
     except users_code.RAISED as error:  # a model or technique raises anything; it is a fate
         text = traceback.format_exc()
         print(text, flush=True)
-        kinds = {NotApplied: "not_applied", MemoryError: "out_of_memory"}
+        kinds = {NotApplied: "not_applied", NotMade: "not_made", OtherSizes: "other_sizes", MemoryError: "out_of_memory"}
         kind = next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "failed")
         fate = "ended" if server.device == "cuda" and gpu_failures.broken(server.torch) else "raised"
         if kind != "out_of_memory" and server.folder and _is_full(server.folder):      # libraries say anything, or nothing
@@ -370,7 +371,7 @@ class Server:
         if isinstance(error, SaturateError) and error.cause:
             text = f"{error.message}: {error.cause}"
         line = _first_words(text)[:300]
-        words = line if isinstance(error, (NotApplied, SaturateError)) else f"{type(error).__name__}: {line}"
+        words = line if isinstance(error, (NotApplied, NotMade, OtherSizes, SaturateError)) else f"{type(error).__name__}: {line}"
         if self.device == "cuda":
             words += gpu_failures.who_holds(self.torch, error)
         return f"{self._doing}: {words}" if self._doing else words

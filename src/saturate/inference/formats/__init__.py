@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from saturate.techniques._api import NotApplied
 
-#: What a program says of inputs whose sizes it does not take.
-MADE_FOR = "this program was made for"
+
+class OtherSizes(ValueError):
+    """A program was called with inputs of sizes that it was not made for."""
 
 
 class NotDeployable(NotApplied):

@@ -25,7 +25,7 @@ from typing import Any
 from saturate.errors import ArtifactDamaged
 from saturate.inference import batches as trees
 from saturate.inference import structure
-from saturate.inference.formats import MADE_FOR, _dynamic_shapes
+from saturate.inference.formats import OtherSizes, _dynamic_shapes
 from saturate.inference.techniques._api import Context, NotApplied
 
 #: Operators that pass numbers on as they are.
@@ -255,7 +255,7 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
     its buffers. `quiet`: `run` records no gradients whatever the mode is, so the mode need not be switched. `answered`: how
     many tensors `run` returns; None: not known before the first call.
 
-    The function raises TypeError for another structure or number type and for sparse tensors, ValueError for sizes that the program was not
+    The function raises TypeError for another structure or number type and for sparse tensors, OtherSizes (a ValueError) for sizes that it was not
     made for, and on a CPU IndexError for numbers that a table has no row for, as the model does. Raises KeyError when the signature is incomplete, ValueError where it is no signature of this program.
     """
     inputs, outputs, parameters = signature["inputs"], signature["outputs"], signature["parameters"]
@@ -294,7 +294,7 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
                 raise TypeError(f"input tensor {index} is {tensor.layout}, this program takes dense tensors: tensor.to_dense()")
             sizes = tuple(tensor.shape)
             if len(sizes) != len(shape) or not all(_fits(*pair, known, ranges) for pair in zip(sizes, shape)):
-                raise ValueError(f"input tensor {index} has shape {list(sizes)}, {MADE_FOR} {shape}"
+                raise OtherSizes(f"input tensor {index} has shape {list(sizes)}, this program was made for {shape}"
                                  f"{_limits(shape, ranges)}{why_fixed}")
 
     def call(*args: Any, **kwargs: Any) -> Any:
