@@ -419,7 +419,7 @@ def replaced_log(race: Any) -> Any:
 def test_what_was_ended_from_outside_may_be_the_answer() -> None:
     found = SimpleNamespace(fate="failed", outside=True, reason="failed: No space left on device")
     assert result.cut_short(found)          # type: ignore[arg-type]
-    assert not result.cut_short(SimpleNamespace(fate="failed", outside=False, reason="failed: no such kernel"))      # type: ignore[arg-type]
+    assert not result.cut_short(SimpleNamespace(fate="failed", outside=False, late=False, reason="failed: no such kernel"))      # type: ignore[arg-type]
 
 
 def ending(world: World, times: int, how: str, *, outside: bool = True) -> None:

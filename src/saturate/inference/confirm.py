@@ -95,8 +95,7 @@ def champion(search: Search, lab: Lab, deadline_s: float,
             if outcome(final, search, won) == "faster":
                 final = once_more(lambda won=won, final=final: with_enough_calls(won, final, lab, search.limits, deadline_s))
         except WorkerFailed as error:
-            won.found.fate, won.found.reason = "failed", f"{error.kind.replace('_', ' ')}: in the final race, {error}"
-            won.found.outside = error.outside
+            won.found.fail(error, f"in the final race, {error}")
             search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
             continue
         verdict = outcome(final, search, won)
@@ -336,7 +335,7 @@ def _not_deployed(found: Tried, cause: BaseException, reason: str, progress: Cal
     ended = cause if isinstance(cause, WorkerFailed) else None
     found.fate, found.reason, found.outside = "not_deployable", reason, ended is not None and ended.outside
     if ended is not None and ended.kind == "timeout":
-        found.fate, found.reason = "failed", f"timeout: {reason}"
+        found.fail(ended, reason)
     progress(f"{found.candidate.label()}: {found.reason}")
 
 

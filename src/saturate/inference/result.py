@@ -238,7 +238,7 @@ def _reached(search: Search) -> set[str]:
 def cut_short(found: Tried) -> bool:
     """Whether it was ended for the time that it took, or by what was not its doing: with more time, or on a machine with room,
     it may be the answer."""
-    return found.outside or (found.fate == "failed" and found.reason.startswith("timeout"))
+    return found.outside or (found.fate == "failed" and found.late)
 
 
 def best_of(won: Confirmed | None, lossless: Confirmed | None, final: Race | None, versus: Race | None, unraced: str = "") -> Best | None:

@@ -444,6 +444,7 @@ def compressed_bytes(notes: Mapping[str, str]) -> int | None:
 def _fail(found: Tried, error: WorkerFailed) -> None:
     """What a WorkerFailed says of a candidate. Which of several techniques it was is said, one alone needs no name."""
     ids = [part.id for part in found.candidate.parts]
-    said = error.reason.removeprefix(f"{ids[0]}: ") if len(ids) == 1 else error.reason
-    found.fate, found.reason = "not_applied" if error.kind == "not_applied" else "failed", f"{error.kind.replace('_', ' ')}: {said}"
-    found.out_of_limits, found.outside = error.kind in ("timeout", "out_of_memory"), error.kind == "disk_full" or error.outside
+    found.fail(error, error.reason.removeprefix(f"{ids[0]}: ") if len(ids) == 1 else error.reason)
+    found.out_of_limits = error.kind in ("timeout", "out_of_memory")
+    if error.kind == "not_applied":
+        found.fate = "not_applied"

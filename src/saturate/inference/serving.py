@@ -336,7 +336,7 @@ def _final(one: Confirmed, search: Search, lab: Lab) -> Race | None:
         final = confirm.once_more(lambda: confirm.against(lab, one.artifact, None, lab.deadline_s))
         final = confirm.once_more(lambda: confirm.with_enough_calls(one, final, lab, search.limits, lab.deadline_s))
     except WorkerFailed as error:
-        one.found.fate, one.found.reason, one.found.outside = "failed", f"{error.kind.replace('_', ' ')}: in the final race, {error}", error.outside
+        one.found.fail(error, f"in the final race, {error}")
         return None
     over, serves = confirm.refused(one, final, "faster", search.limits), one.found.reason.rpartition("; ")[2]
     if over is not None:

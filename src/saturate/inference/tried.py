@@ -8,6 +8,7 @@ from typing import Any
 from saturate.inference import lines
 from saturate.inference.accuracy import Judgement
 from saturate.inference.candidates import Candidate
+from saturate.inference.failures import WorkerFailed
 from saturate.inference.scores import Scores
 from saturate.records.inference import CandidateRecord, Fate, Timing
 
@@ -36,6 +37,7 @@ class Tried:
     first_call_s: float | None = None
     seconds: float = 0.0
     out_of_limits: bool = False             # its process was ended for the time or the memory that it took
+    late: bool = False                      # its process, or one that served what it stored, was ended for the time that it took
     outside: bool = False                   # what ended it was no fault of its own: a full disk, a signal from elsewhere
 
     @property
@@ -59,6 +61,11 @@ class Tried:
             self.judge(self.judgement)
         else:
             self.reason = f"{speedup:.2f}x in two screenings"
+
+    def fail(self, error: WorkerFailed, said: str) -> None:
+        """A process of it failed, or was ended, as `said`."""
+        self.fate, self.reason = "failed", f"{error.kind.replace('_', ' ')}: {said}"
+        self.late, self.outside = error.kind == "timeout", error.kind == "disk_full" or error.outside
 
     def judge(self, judgement: Judgement) -> None:
         """Its fate by the samples of the selection. `undecided` may still be confirmed by the others, if its drop is small enough."""
