@@ -26,8 +26,8 @@ from saturate.inference.jury import Jury
 from saturate.inference.process import Worker
 from saturate.inference.repair import inner
 from saturate.inference.scores import Scores
-from saturate.inference.search import Tried
 from saturate.inference.source import Source
+from saturate.inference.tried import Tried
 from saturate.records.inference import ModelFacts
 
 #: A candidate may take so long to prepare, as a share of the time that is left; compilers hang.
