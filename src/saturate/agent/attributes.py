@@ -1,4 +1,4 @@
-"""Attributes of torch's classes that the agent replaces for a while."""
+"""Attributes that the agent replaces for a while, of torch's classes and modules mostly."""
 
 from __future__ import annotations
 

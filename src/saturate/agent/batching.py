@@ -28,6 +28,7 @@ from collections import deque
 from typing import Any
 
 from saturate.agent import extents, kinds, memory, seams
+from saturate.agent.observe import length
 from saturate.checkpoints.guards import holders
 from saturate.data.batches import tensors_of
 
@@ -132,7 +133,7 @@ class Batching:
             "collates": bool(loader._auto_collation), "sizes": [], "workers": loader.num_workers,
             "iterable": isinstance(loader.dataset, torch.utils.data.IterableDataset),
             "drop_last": bool(getattr(sampler, "drop_last", False)),
-            "length": _length(getattr(sampler, "sampler", None)) or _length(loader.dataset),
+            "length": length(getattr(sampler, "sampler", None)) or length(loader.dataset),
             "queue": loader.num_workers * (loader.prefetch_factor or 2),
         }
 
@@ -226,7 +227,7 @@ class Cutter:
         self._batching = batching
         self._sampler = loader._index_sampler
         self._drop_last = bool(getattr(self._sampler, "drop_last", False))
-        self._length = _length(self._sampler)
+        self._length = length(self._sampler)
         self._finite = self._length is not None
         self._made = 0                      # batches of this pass
         self.context = loader.multiprocessing_context
@@ -286,7 +287,7 @@ def describe(loader: Any) -> str:
     sampler = loader._index_sampler
     inner = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
     collate = loader.collate_fn
-    parts = (type(loader.dataset).__qualname__, _length(loader.dataset), type(sampler).__name__, type(inner).__name__, _length(inner),
+    parts = (type(loader.dataset).__qualname__, length(loader.dataset), type(sampler).__name__, type(inner).__name__, length(inner),
              getattr(sampler, "batch_size", None), bool(getattr(sampler, "drop_last", False)), loader.num_workers,
              getattr(collate, "__qualname__", type(collate).__qualname__))
     return "|".join(map(str, parts))
@@ -307,10 +308,3 @@ def _given(inspection: Any) -> str | None:
     if inspection is None or not inspection.shapes or not all(inspection.shapes):
         return None
     return f"{inspection.calls} x {sorted(inspection.shapes)}"
-
-
-def _length(value: Any) -> int | None:
-    try:
-        return len(value)
-    except (TypeError, NotImplementedError, AttributeError):
-        return None                 # iterable datasets and endless samplers have none

@@ -139,7 +139,7 @@ def _which_loader(loaders: dict[Any, Any], iterator: Any) -> tuple[Any, ...]:
     for key, entry in loaders.items():
         if key[:3] == kind and entry["dataset"] is not None and entry["dataset"]() is dataset:
             return key
-    return *kind, _length(dataset)
+    return *kind, length(dataset)
 
 
 def _loader_facts(torch: Any, iterator: Any, batch: Any) -> LoaderFacts:
@@ -152,7 +152,7 @@ def _loader_facts(torch: Any, iterator: Any, batch: Any) -> LoaderFacts:
         persistent_workers=bool(getattr(iterator, "_persistent_workers", False)),
         prefetch_factor=getattr(iterator, "_prefetch_factor", None),
         iterable=isinstance(dataset, torch.utils.data.IterableDataset),
-        dataset_length=_length(dataset),
+        dataset_length=length(dataset),
         batch_bytes=sum(t.numel() * t.element_size() for t in tensors),
         holds_device_tensors=any(t.device.type not in ("cpu", "meta") for t in tensors),
         tensor_rows=_stacks_rows(torch, iterator),
@@ -182,11 +182,11 @@ def _stacks_rows(torch: Any, iterator: Any) -> bool:
     return not own and bool(rows.tensors_of(torch, iterator._dataset))
 
 
-def _length(dataset: Any) -> int | None:
+def length(dataset: Any) -> int | None:
     try:
         return len(dataset)
     except (TypeError, NotImplementedError, AttributeError):
-        return None                 # iterable datasets have none
+        return None                 # iterable datasets and endless samplers have none
 
 
 # -- saves -----------------------------------------------------------------------------------------------------------

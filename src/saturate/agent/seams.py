@@ -19,7 +19,7 @@ import sys
 import weakref
 from typing import Any
 
-from saturate.agent import observe
+from saturate.agent import attributes, observe
 from saturate.agent.forwards import exporting
 
 
@@ -41,14 +41,7 @@ def install(session: Any) -> None:
 
 def replace(session: Any, owner: Any, name: str, wrapper: Any) -> None:
     """Set `owner.name`, and remember how to restore it unless somebody wraps it again after us."""
-    original = vars(owner)[name]
-
-    def undo() -> None:
-        if vars(owner).get(name) is wrapper:
-            setattr(owner, name, original)
-
-    setattr(owner, name, wrapper)
-    session.undo.append(undo)
+    session.undo.append(attributes.replace(owner, name, wrapper))
 
 
 def _backward(session: Any, torch: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from saturate.agent import attributes
+
 
 class Window:
     """Counts step boundaries. `begin`, `turn` (between two observed steps) and `finish` are for the kinds."""
@@ -39,14 +41,7 @@ class Window:
 
     def replace(self, owner: Any, name: str, wrapper: Any) -> None:
         """Set an attribute for the length of the window."""
-        original = vars(owner)[name]
-
-        def undo() -> None:
-            if vars(owner).get(name) is wrapper:
-                setattr(owner, name, original)
-
-        setattr(owner, name, wrapper)
-        self._undo.append(undo)
+        self._undo.append(attributes.replace(owner, name, wrapper))
 
     def on_undo(self, undo: Any) -> None:
         self._undo.append(undo)

@@ -45,6 +45,11 @@ def paint(text: str, *styles: str, stream: TextIO | None = None) -> str:
     return f"\x1b[{';'.join(_CODES[style] for style in styles)}m{text}\x1b[0m"
 
 
+def safe_line(text: str) -> str:
+    """Text from a file (a recipe, a manifest) as one line of printable characters: it must not drive the terminal."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def tell(text: str) -> None:
     """On standard error. Where nobody reads that any more (`2>&1 | head -1`, a terminal that was closed) the exit code still tells."""
     try:

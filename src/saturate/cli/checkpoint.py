@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from saturate.cli import _advice
-from saturate.cli._output import paint, show_json, table
+from saturate.cli._output import paint, safe_line, show_json, table
 from saturate.errors import CheckpointDamaged, EnvironmentProblem, UsageError
 from saturate.records import sizes
 
@@ -67,7 +67,7 @@ def _verify(arguments: argparse.Namespace) -> int:
                                     problem=check.problem))
         if not arguments.json and (check.outcome != "whole" or check.kind != "pack"):
             color = {"whole": "green", "damaged": "red", "unknown": "yellow"}[check.outcome]
-            said = shown(check.path + (f"  ({check.problem})" if check.problem else ""))
+            said = safe_line(check.path + (f"  ({check.problem})" if check.problem else ""))
             print(f"{paint(check.outcome.ljust(7), color)}  {said}", flush=True)
     counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in ("whole", "damaged", "unknown")}
     if arguments.json:
@@ -159,15 +159,15 @@ def _gc(arguments: argparse.Namespace) -> int:
             removed=[records.Removed(checkpoint=m.id, path=m.path) for m in plan.removed],
             store_bytes=plan.store_bytes, freed_bytes=plan.freed_bytes))
         return 0
-    rows = [(shown(m.saved), "keep  ", shown(f"{m.path}  ({reason})")) for m, reason in plan.kept]
-    rows += [(shown(m.saved), "remove", shown(m.path)) for m in plan.removed]
+    rows = [(safe_line(m.saved), "keep  ", safe_line(f"{m.path}  ({reason})")) for m, reason in plan.kept]
+    rows += [(safe_line(m.saved), "remove", safe_line(m.path)) for m in plan.removed]
     print(table(sorted(rows)) or "the store is empty")
     for name, problem in plan.damaged.items():
-        print(f"damaged: {shown(name)} ({shown(problem)}); no chunk is freed before it is removed by hand")
+        print(f"damaged: {safe_line(name)} ({safe_line(problem)}); no chunk is freed before it is removed by hand")
     unfound = sum(reason == plan.unsure for _, reason in plan.kept)
     if unfound and plan.unsure != collect.UNFOUND:
         unread = "; ".join(f"{folder} ({why})" for folder, why in list(plan.unread.items())[:3])
-        print(f"{unfound} stay only because a file that names them may be where nothing could be read: {shown(unread)}. "
+        print(f"{unfound} stay only because a file that names them may be where nothing could be read: {safe_line(unread)}. "
               "Make that readable, or name other folders with --look-in")
     elif unfound:
         print(f"{unfound} stay only because the files that name them may have been moved: with --look-in DIR, all folders where those "
@@ -175,8 +175,3 @@ def _gc(arguments: argparse.Namespace) -> int:
     verb = "freed" if arguments.delete else "would be freed; --delete does it"
     print(f"{sizes.decimal(plan.freed_bytes)} of {sizes.decimal(plan.store_bytes)} {verb}")
     return 0
-
-
-def shown(text: str) -> str:
-    """Text from a file as one printable line: a manifest must not drive the terminal."""
-    return "".join(char if char.isprintable() else " " for char in text)

@@ -87,12 +87,14 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def explanation(word: str) -> str:
     """What `word` means; a word with two meanings gets both. Raises UsageError for an unknown one."""
-    key = _key(word)
+    from saturate.records.spelling import key_of, suggestion
+
+    key = key_of(word)
     parts = [
         f"{paint(name, 'bold')} ({kind})\n{text}"
-        for kind, group in _groups() for name, text in group.items() if _key(name) == key
+        for kind, group in _groups() for name, text in group.items() if key_of(name) == key
     ]
-    parts += [_of_error(code, cls) for code, cls in errors.catalogue().items() if key in (_key(code), cls.__name__.lower())]
+    parts += [_of_error(code, cls) for code, cls in errors.catalogue().items() if key in (key_of(code), cls.__name__.lower())]
     documented: list[str] = []
     for kind, registry in (("technique", _techniques), ("inference technique", _inference), ("finding", _rules)):
         try:
@@ -106,8 +108,6 @@ def explanation(word: str) -> str:
             parts.append(_of_module(kind, modules[key]))
     if parts:
         return "\n\n".join(parts)
-    from saturate.records.spelling import suggestion
-
     known = [*(name for _, group in _groups() for name in group), *errors.catalogue(), *documented]
     raise errors.UsageError(f"nothing here is called '{word[:60]}'", remedy=suggestion(word, known) or "saturate explain lists everything")
 
@@ -190,7 +190,3 @@ def _first_line(cls: type) -> str:
 def _text(documented: type | ModuleType) -> str:
     """Its own docstring: `inspect.getdoc` would take that of a base class instead."""
     return inspect.cleandoc(documented.__doc__ or "")
-
-
-def _key(word: str) -> str:
-    return word.lower().replace("_", "-")

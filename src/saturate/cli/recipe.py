@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from saturate.cli._output import answer, paint, percent, show_json, table
+from saturate.cli._output import answer, paint, percent, safe_line, show_json, table
 from saturate.errors import clean
 
 #: Above the lines of several techniques: each stands for itself, and two may make the same loader, or call the same model.
@@ -77,14 +77,14 @@ def summary(recipe: Any) -> str:
     places = [made_for.device_name or made_for.cpu or made_for.device, made_for.torch and f"torch {made_for.torch}",
               made_for.python and f"Python {made_for.python}", made_for.script and f"script {made_for.script[:12]}"]
     if any(places):
-        lines.append("made for: " + _line(", ".join(filter(None, places))))
+        lines.append("made for: " + safe_line(", ".join(filter(None, places))))
     for entry in recipe.techniques:
         options = ", ".join(f"{name}={_value(value)}" for name, value in entry.options.items())
-        lines += ["", f"{paint(_line(entry.id), 'bold')}{f' ({_line(options)})' if options else ''}"]
-        facts = [_interval(entry.gain, entry.gain_ci, percent), entry.numerics and f"numerics: {_line(entry.numerics)}"]
+        lines += ["", f"{paint(safe_line(entry.id), 'bold')}{f' ({safe_line(options)})' if options else ''}"]
+        facts = [_interval(entry.gain, entry.gain_ci, percent), entry.numerics and f"numerics: {safe_line(entry.numerics)}"]
         lines += [f"  {fact}" for fact in filter(None, facts)]
         if entry.why:
-            lines.append(f"  {_line(entry.why)}")
+            lines.append(f"  {safe_line(entry.why)}")
     return "\n".join(lines)
 
 
@@ -109,11 +109,6 @@ def _value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _line(text: str) -> str:
-    """Text from the file as one printable line: a recipe must not drive the terminal."""
-    return "".join(char if char.isprintable() else " " for char in text)
-
-
 def _diff(a: str, b: str) -> int:
     from saturate.records import recipe as recipes
 
@@ -132,7 +127,7 @@ def _validate(path: str, as_json: bool) -> int:
         answer({"schema": recipes.SCHEMA, "path": path, "valid": not problems, "problems": shown})
     elif problems:
         rows = [(":".join(str(part) for part in (path, p.line, p.column) if part is not None),
-                 ": ".join(filter(None, (_line(p.where()), p.message))) + (f"  ({p.remedy})" if p.remedy else "")) for p in problems]
+                 ": ".join(filter(None, (safe_line(p.where()), p.message))) + (f"  ({p.remedy})" if p.remedy else "")) for p in problems]
         print(clean(table(rows)))
     else:
         print(clean(f"{path} is a valid recipe"))

@@ -44,6 +44,10 @@ class Candidate:
     def of(parts: list[Part], keep: frozenset[str] = frozenset()) -> Candidate:
         return Candidate(tuple(sorted(parts, key=_place)), keep)
 
+    @property
+    def ids(self) -> list[str]:
+        return [part.id for part in self.parts]
+
     def label(self) -> str:
         words = " + ".join(part.label() for part in self.parts) or "baseline"
         return f"{words} (but {_some(sorted(self.keep))})" if self.keep else words

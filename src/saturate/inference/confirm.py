@@ -216,7 +216,7 @@ def following(search: Search, seen: set[Candidate], best: Confirmed | None, spar
     fallen = {part.id for candidate in seen for part in candidate.parts}
 
     def has_turn(one: Tried) -> bool:
-        other = search.value(one) >= WORTH * safe and fallen.isdisjoint(part.id for part in one.candidate.parts)
+        other = search.value(one) >= WORTH * safe and fallen.isdisjoint(one.candidate.ids)
         return one.candidate.lossless or (room and (not one.unscored or search.time_left() or (spare and other)))
 
     return next(filter(has_turn, left), None)
@@ -230,13 +230,13 @@ def rivals(search: Search, lab: Lab, won: Confirmed | None, until_s: float) -> t
     best = max([1.0, *(one.speedup or 0.0 for one in runs)])
     found: list[Confirmed] = []
     all_of_them = True
-    seen = [] if won is None else [_ids(won.found.candidate)]
+    seen = [] if won is None else [won.found.candidate.ids]
     for one in sorted(runs, key=lambda one: -(one.speedup or 0.0)):
         if len(found) == RIVALS or NEAR * (one.speedup or 0.0) < best:
             break
-        if _ids(one.candidate) in seen:
+        if one.candidate.ids in seen:
             continue
-        seen.append(_ids(one.candidate))
+        seen.append(one.candidate.ids)
         if time.monotonic() + CONCLUDING * one.seconds > until_s:
             one.reason += "; whether it serves more at another batch size was not looked for: the time ended"
             all_of_them = False
@@ -254,10 +254,6 @@ def _runs(one: Tried, search: Search) -> bool:
     """Whether it may serve, although it did not win: it was not refused, but for being slower than another or than the model."""
     slower = one.fate in ("slower", "no_difference", "inconclusive")
     return one.working or one.unscored or promising(one, search) or (slower and (one.candidate.lossless or one.scores is not None))
-
-
-def _ids(candidate: Candidate) -> list[str]:
-    return [part.id for part in candidate.parts]
 
 
 def survive(found: Tried, lab: Lab, progress: Callable[[str], None]) -> Confirmed | None:

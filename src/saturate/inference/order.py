@@ -93,7 +93,7 @@ def gain(speedup: float, best: float) -> float:
 
 def expected_speedup(candidate: Candidate, facts: ModelFacts, tried: Mapping[Candidate, Known]) -> float:
     """Over the baseline. Of a set it is what its best part may give: bounds are of whole programs."""
-    same = [known.speedup for other, known in tried.items() if known.speedup and _ids(other) == _ids(candidate)]
+    same = [known.speedup for other, known in tried.items() if known.speedup and other.ids == candidate.ids]
     if same:
         return SOME * max(same)
     alone = [known.speedup for other, known in tried.items()
@@ -103,7 +103,7 @@ def expected_speedup(candidate: Candidate, facts: ModelFacts, tried: Mapping[Can
 
 def seconds(candidate: Candidate, tried: Mapping[Candidate, Known]) -> float:
     """That trying it will cost."""
-    same = [known.seconds for other, known in tried.items() if known.seconds and _ids(other) == _ids(candidate)]
+    same = [known.seconds for other, known in tried.items() if known.seconds and other.ids == candidate.ids]
     if same:
         return max(same)
     seen = [(known.seconds, prior_s(other)) for other, known in tried.items() if known.seconds and other.parts]
@@ -113,7 +113,3 @@ def seconds(candidate: Candidate, tried: Mapping[Candidate, Known]) -> float:
 
 def prior_s(candidate: Candidate) -> float:
     return TRIAL_S + sum(getattr(part.module, "PREPARE_S", USUAL_PREPARE_S) for part in candidate.parts)
-
-
-def _ids(candidate: Candidate) -> list[str]:
-    return [part.id for part in candidate.parts]

@@ -182,9 +182,9 @@ class Search:
     def _hopeless(self, candidate: Candidate) -> str | None:
         """Why it is not worth a process: the same techniques with other options took too long, or more memory than there is, or
         what was measured of its number format is far from the best."""
-        ids = [part.id for part in candidate.parts]
+        ids = candidate.ids
         for other, found in self.tried.items():
-            if found.out_of_limits and [part.id for part in other.parts] == ids:
+            if found.out_of_limits and other.ids == ids:
                 return f"with other options: {found.reason}"
         slow = self._outrun(candidate)
         return None if slow is None else f"{slow.label()} gave {self.tried[slow].speedup:.2f}x, far from the best"
@@ -443,7 +443,7 @@ def compressed_bytes(notes: Mapping[str, str]) -> int | None:
 
 def _fail(found: Tried, error: WorkerFailed) -> None:
     """What a WorkerFailed says of a candidate. Which of several techniques it was is said, one alone needs no name."""
-    ids = [part.id for part in found.candidate.parts]
+    ids = found.candidate.ids
     found.fail(error, error.reason.removeprefix(f"{ids[0]}: ") if len(ids) == 1 else error.reason)
     found.out_of_limits = error.kind in ("timeout", "out_of_memory")
     if error.kind == "not_applied":

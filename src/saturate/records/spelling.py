@@ -9,8 +9,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """The closest of `known` to a mistyped `word`, or None when nothing is close. Case, `-` and `_` do not count."""
     from difflib import get_close_matches  # costs milliseconds, needed only after a mistake
 
-    by_key = {_key(name): name for name in known}
-    found = get_close_matches(_key(word[:100]), by_key, n=1, cutoff=0.6)
+    by_key = {key_of(name): name for name in known}
+    found = get_close_matches(key_of(word[:100]), by_key, n=1, cutoff=0.6)
     return by_key[found[0]] if found else None
 
 
@@ -20,5 +20,6 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f"did you mean '{found}'?" if found else ""
 
 
-def _key(word: str) -> str:
+def key_of(word: str) -> str:
+    """What a word is looked up by: capitals and the kind of dash make no other word of it."""
     return word.lower().replace("_", "-")

@@ -9,7 +9,7 @@ from saturate.records.analysis import Analysis, Device, Finding, ModuleCost, Pro
 from saturate.report import analysis_words as say
 from saturate.report import words
 from saturate.report.cells import cells, cut, fit, wrap
-from saturate.report.paint import BLUE, BOLD, GREEN, MIN_WIDTH, YELLOW, Paint, labelled_line, paints
+from saturate.report.paint import BLUE, BOLD, GREEN, MIN_WIDTH, YELLOW, Paint, labelled, labelled_line, paints
 
 LABEL = 11  # width of the label column
 BAR = 60  # the longest bar: a finer one says no more
@@ -77,11 +77,6 @@ def headline(analysis: Analysis, width: int, paint: Paint) -> list[str]:
     codes = (BOLD, GREEN) if analysis.verdict == "compute-bound" else (BOLD, YELLOW)
     lines = wrap(f"{title}: {say.because(analysis)}", width, 3)
     return [paint(title, *codes) + lines[0].removeprefix(title), *lines[1:]] if lines[0].startswith(title) else lines
-
-
-def labelled(label: str, lines: Sequence[str]) -> Rows:
-    """The label beside the first line only."""
-    return [(label if index == 0 else "", line) for index, line in enumerate(lines)]
 
 
 def flow(parts: Sequence[str], width: int, separator: str = ", ") -> list[str]:

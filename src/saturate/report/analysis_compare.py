@@ -8,10 +8,10 @@ from saturate.records.analysis import Finding
 from saturate.records.comparison import Change, Comparison, DeviceComparison, OperatorChange
 from saturate.report import analysis_words as say
 from saturate.report import words
-from saturate.report.analysis import LABEL, Rows, columns, finished, labelled
+from saturate.report.analysis import LABEL, Rows, columns, finished
 from saturate.report.cells import fit, wrap
 from saturate.report.markup import Markup, join, table, tag
-from saturate.report.paint import MIN_WIDTH, paints
+from saturate.report.paint import MIN_WIDTH, labelled, paints
 from saturate.report.sections import facts, section
 
 OPERATORS, NOTES, DEVICES = 6, 4, 2

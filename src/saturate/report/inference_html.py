@@ -12,7 +12,7 @@ from saturate.report import analysis_html, svg, words
 from saturate.report import inference as tables
 from saturate.report import inference_charts as charts
 from saturate.report import inference_words as say
-from saturate.report.markup import Markup, join, table, tag
+from saturate.report.markup import Markup, join, table, tag, with_interval
 from saturate.report.page import Drawn, embedded, fitted
 from saturate.report.sections import facts, section
 from saturate.report.trim import Limits, within
@@ -245,8 +245,8 @@ def _decision(place: int | None, one: CandidateRecord, relative: bool) -> list[o
         ),
         tag("span", svg.sign(_SIGNS[one.fate]), say.FATES[one.fate], class_="fate"),
         latency,
-        _with_interval(words.ratio(one.speedup, one.speedup_ci, TIMES)) if one.speedup is not None else "",
-        _with_interval(f"{say.drop(one.accuracy_drop, relative)}{say.drop_interval(one.accuracy_drop_ci, relative)}")
+        with_interval(words.ratio(one.speedup, one.speedup_ci, TIMES)) if one.speedup is not None else "",
+        with_interval(f"{say.drop(one.accuracy_drop, relative)}{say.drop_interval(one.accuracy_drop_ci, relative)}")
         if one.accuracy_drop is not None
         else "",
         _bytes(one.peak_memory_bytes),
@@ -264,11 +264,6 @@ def _prepared(one: CandidateRecord) -> str:
 
 def _brief(value_s: float) -> str:
     return words.seconds(value_s) if value_s >= 1 else f"{1e3 * value_s:.3g} ms"
-
-
-def _with_interval(text: str) -> Markup:
-    value, _, interval = text.partition(" ")
-    return join([value, tag("span", interval, class_="sub") if interval else ""])
 
 
 def _bytes(size: int | None) -> str:

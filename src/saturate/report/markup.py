@@ -40,6 +40,12 @@ def tag(element: str, *children: object, **attributes: object) -> Markup:
     return Markup(f"<{element}{text}>{join(children)}</{element}>")
 
 
+def with_interval(ratio: str) -> Markup:
+    """A ratio with its interval on a line of its own: side by side they are wider than a column."""
+    value, _, interval = ratio.partition(" ")
+    return join([value, tag("span", interval, class_="sub") if interval else ""])
+
+
 def table(
     columns: list[str],
     rows: list[list[object]],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 MIN_WIDTH = 40  # narrower terminals wrap by themselves; cutting further would leave nothing to read
 
@@ -28,3 +28,8 @@ def _painted(text: str, *codes: str) -> str:
 def labelled_line(label: str, text: str, column: int, paint: Paint, *codes: str) -> str:
     """A line: its label, in a column of so many cells, and the text in `codes`."""
     return paint(f"{label:<{column}}", DIM) + paint(text, *codes)
+
+
+def labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
+    """Labels with their lines: the label beside the first line only."""
+    return [(label if index == 0 else "", line) for index, line in enumerate(lines)]

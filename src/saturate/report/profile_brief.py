@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from saturate.records.analysis import Profile, Sync
 from saturate.report import analysis_words as say
 from saturate.report import words
-from saturate.report.analysis import BAR, LABEL, Rows, drawn, finished, flow, headline, labelled
+from saturate.report.analysis import BAR, LABEL, Rows, drawn, finished, flow, headline
 from saturate.report.cells import cells, fit
-from saturate.report.paint import MIN_WIDTH, Paint, paints
+from saturate.report.paint import MIN_WIDTH, Paint, labelled, paints
 
 #: Findings that are named.
 FINDINGS = 3

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from saturate.records.result import StudyRecord, TechniqueOutcome
 from saturate.report import svg, words
-from saturate.report.markup import Markup, join, table, tag
+from saturate.report.markup import Markup, join, table, tag, with_interval
 from saturate.report.style import SHADES
 
 NBSP = "\u00a0"
@@ -295,7 +295,7 @@ def techniques(record: StudyRecord) -> Markup:
     if words.kept(record):
         body += [
             tag("h3", "Kept"),
-            _outcomes(record, words.kept(record), "Marginal gain", "Kept", ["Measured together", "", "", _below(total), together]),
+            _outcomes(record, words.kept(record), "Marginal gain", "Kept", ["Measured together", "", "", with_interval(total), together]),
         ]
     tried = _of(record, _TRIED)
     if tried:
@@ -316,12 +316,6 @@ def techniques(record: StudyRecord) -> Markup:
             )
         )
     return section("techniques", "Every technique", lede, tag("div", *body))
-
-
-def _below(ratio: str) -> Markup:
-    """A ratio with its interval on a line of its own, as in the rows above it: side by side they are wider than their column."""
-    value, _, interval = ratio.partition(" ")
-    return join([value, tag("span", interval, class_="sub") if interval else ""])
 
 
 def _of(record: StudyRecord, fates: tuple[str, ...]) -> list[TechniqueOutcome]:

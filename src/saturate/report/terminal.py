@@ -5,7 +5,7 @@ from __future__ import annotations
 from saturate.records.result import StudyRecord, TechniqueOutcome
 from saturate.report import words
 from saturate.report.cells import cells, cut, fit, wrap
-from saturate.report.paint import BOLD, GREEN, MIN_WIDTH, YELLOW, Paint, labelled_line, paints
+from saturate.report.paint import BOLD, GREEN, MIN_WIDTH, YELLOW, Paint, labelled, labelled_line, paints
 
 MAX_LINES = 12
 MAX_KEPT = 4
@@ -65,25 +65,20 @@ def _body(record: StudyRecord, answer: words.Headline, width: int, room: int) ->
     if answer.kind == "win":
         # One part that can be read says more than two of which the second is cut.
         moved = [words.moved(record, parts) for parts in (2, 1)]
-        why = _labelled("why", [fit(moved[cells(moved[0]) > width], width)] if moved[0] else [])
+        why = labelled("why", [fit(moved[cells(moved[0]) > width], width)] if moved[0] else [])
     else:
-        why = _labelled("why", wrap(answer.why, width, 2))
+        why = labelled("why", wrap(answer.why, width, 2))
     counts, reason = words.dropped(record)
-    rest = _labelled("not kept", [_fold(counts, width)] if counts else [])
+    rest = labelled("not kept", [_fold(counts, width)] if counts else [])
     if reason:
         rest.append(("", fit(reason, width)))
     if record.notes:
         more = f" (+{len(record.notes) - 1} in the report)" if len(record.notes) > 1 else ""
         rest.append(("note", fit(record.notes[0], width - len(more)) + more))
     change = words.memory_change(record) if answer.kind == "win" else ""
-    memory = _labelled("memory", [fit(change, width)] if change else [])
+    memory = labelled("memory", [fit(change, width)] if change else [])
     kept = _kept(words.kept(record), width, room - len(why) - len(memory) - len(rest), record.result.baseline_peak_bytes)
-    return why + memory + _labelled("kept", kept) + rest
-
-
-def _labelled(label: str, lines: list[str]) -> list[tuple[str, str]]:
-    """The label beside the first line only."""
-    return [(label if index == 0 else "", line) for index, line in enumerate(lines)]
+    return why + memory + labelled("kept", kept) + rest
 
 
 def _fold(parts: list[str], width: int) -> str:

@@ -225,7 +225,7 @@ _DECODERS = {kind: msgspec.json.Decoder(kind) for kind in ARGS.values()}
 _INTEGERS = {
     kind: [entry.name for entry in msgspec.structs.fields(kind) if entry.type is int] for kind in ARGS.values()
 }
-_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def fitted(kind: type, text: bytes) -> Any:
@@ -233,7 +233,7 @@ def fitted(kind: type, text: bytes) -> Any:
     "unknown"."""
     try:
         found = _DECODERS[kind].decode(text)
-    except _NOT_JSON:  # absent, no object, or with something unexpected in it
+    except NOT_JSON:  # absent, no object, or with something unexpected in it
         found = _fitted_one_by_one(kind, text)
     for name in _INTEGERS[kind]:
         if abs(getattr(found, name)) > INT64:
@@ -245,7 +245,7 @@ def _fitted_one_by_one(kind: type, text: bytes) -> Any:
     found = kind()
     try:
         values = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except _NOT_JSON:
+    except NOT_JSON:
         return found
     for entry in msgspec.structs.fields(kind):
         if entry.encode_name in values:
@@ -256,6 +256,6 @@ def _fitted_one_by_one(kind: type, text: bytes) -> Any:
                     entry.name,
                     raw if entry.type is msgspec.Raw else msgspec.json.decode(raw, type=entry.type, strict=False),
                 )
-            except _NOT_JSON:  # of another type: as if it were absent
+            except NOT_JSON:  # of another type: as if it were absent
                 continue
     return found

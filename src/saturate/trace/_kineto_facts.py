@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import msgspec
 
 from saturate.trace._json_stream import Document
+from saturate.trace._kineto_events import NOT_JSON
 from saturate.trace.columns import DeviceInfo, Signature
 
 FIELDS = frozenset({"deviceProperties", "distributedInfo", "baseTimeNanoseconds"})
 
-_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 #: A number of a rank or a device, and any other one: beyond these it would fit no column and no record.
@@ -49,7 +49,7 @@ def signature(key: bytes) -> Signature:
 def _value(text: bytes) -> list[Any]:
     try:
         found = msgspec.json.decode(text) if text else []
-    except _NOT_JSON:  # it was not decoded with its event
+    except NOT_JSON:  # it was not decoded with its event
         return []
     return found if isinstance(found, list) else []
 
@@ -69,7 +69,7 @@ def facts(document: Document) -> tuple[int, dict[int, DeviceInfo], int | None, i
     def field(name: str, kind: Any) -> Any:
         try:
             return msgspec.json.decode(document.fields.get(name, b"null"), type=kind)
-        except _NOT_JSON:
+        except NOT_JSON:
             document.problems.append(("malformed-facts", f"{name} is not what it should be: not used"))
             return None
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from saturate.trace._json_stream import opened
+from saturate.trace._sqlite import MAGIC
 from saturate.trace.columns import Trace
 
 _M_MMAP_THRESHOLD = -3
-_SQLITE = b"SQLite format 3\0"
 
 
 def read(path: Path, progress: Callable[[float], None] | None = None) -> Trace:
@@ -20,7 +20,7 @@ def read(path: Path, progress: Callable[[float], None] | None = None) -> Trace:
     """
     path = Path(path)
     _give_back_freed_columns()
-    if _head(path).startswith(_SQLITE):
+    if _head(path).startswith(MAGIC):
         from saturate.trace import nsys
 
         return nsys.read(path, progress)
@@ -39,4 +39,4 @@ def _give_back_freed_columns() -> None:
 
 def _head(path: Path) -> bytes:
     with opened(path) as file:
-        return file.read(len(_SQLITE))
+        return file.read(len(MAGIC))

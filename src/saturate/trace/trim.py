@@ -23,7 +23,7 @@ import numpy as np
 from saturate.errors import EnvironmentProblem, TraceError, UsageError
 from saturate.trace import kineto
 from saturate.trace._json_stream import repaired, walk
-from saturate.trace._kineto_events import KINDS, exact_ns
+from saturate.trace._kineto_events import KINDS, NOT_JSON, exact_ns
 from saturate.trace._kineto_facts import base_ns
 from saturate.trace.columns import Column, GpuEvents, HostEvents, Trace
 from saturate.trace.integrity import READING
@@ -63,7 +63,6 @@ _GROUP = frozenset({"backend", "rank", "world_size", "pg_count", "pg_config", "n
 _NAMING = frozenset({"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"})
 _FLOW = frozenset("stf")
 _EMPTY = msgspec.Raw(b"")
-_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,7 @@ def _facts(fields: dict[str, bytes]) -> Iterator[tuple[str, bytes]]:
     for name, text in sorted(fields.items()):
         try:
             value = msgspec.json.decode(text)
-        except _NOT_JSON:  # read() said so; a damaged fact is not passed on
+        except NOT_JSON:  # read() said so; a damaged fact is not passed on
             continue
         if name == "distributedInfo" and isinstance(value, dict):
             value = {key: part for key, part in value.items() if key in _GROUP}
@@ -271,7 +270,7 @@ class _Keep:
             found = _EVENTS.decode(array)
         except msgspec.ValidationError:  # something in it is no object
             return all([self.event(bytes(raw), offset) for raw in raws])
-        except _NOT_JSON:
+        except NOT_JSON:
             fixed = repaired(array)
             return fixed != array and self.block(fixed, offset)
         self.read += len(found)
@@ -285,7 +284,7 @@ class _Keep:
             value = msgspec.json.decode(text)
         except RecursionError:  # nested too deeply for any reader
             return True
-        except _NOT_JSON:
+        except NOT_JSON:
             fixed = repaired(text)
             return fixed != text and self.event(fixed, offset)
         return not isinstance(value, dict) or self.block(b"[" + text + b"]", offset)
@@ -306,7 +305,7 @@ class _Keep:
         if isinstance(event.cat, str) and KINDS.get(event.cat) == "call":
             try:
                 return _ARGS.decode(event.args).correlation in self.correlations
-            except (*_NOT_JSON, TypeError):  # no arguments, or a correlation that is no number
+            except (*NOT_JSON, TypeError):  # no arguments, or a correlation that is no number
                 return False
         return False
 
@@ -315,7 +314,7 @@ class _Keep:
             msgspec.json.decode(text)  # what is skipped while decoding is not checked
         except UnicodeDecodeError:
             text = repaired(text)
-        except _NOT_JSON:
+        except NOT_JSON:
             return
         if _is_flow(event):
             self.flows[str(event.cat), str(event.id)].append(text)
