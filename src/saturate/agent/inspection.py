@@ -19,9 +19,7 @@ from saturate.agent.observe import all_modules, device_kind, devices, trained_pa
 from saturate.records.facts import BY_HAND
 from saturate.techniques import _closures
 from saturate.techniques._autograd import computed_in
-
-#: Modules (by the beginning of their names) that may read gradients which a technique has used and freed.
-READS_GRADIENTS = ("torch.optim.", "torch.nn.modules.module", "saturate.")
+from saturate.techniques._updatable import READ_GRADIENTS
 
 #: So much of the work must run in one dtype of autocast for the script to count as running in it.
 MOST_OF_THE_WORK = 0.9
@@ -204,7 +202,7 @@ class Inspection:
 
         def read(tensor: Any) -> Any:
             reader = sys._getframe(1).f_globals.get("__name__", "")
-            if not reader.startswith(READS_GRADIENTS):
+            if not reader.startswith(READ_GRADIENTS):
                 self.gradients_read = True
             return original.__get__(tensor)
 

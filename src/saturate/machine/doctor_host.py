@@ -74,7 +74,7 @@ def cpu(root: Path) -> Check:
 def governor(root: Path) -> Check:
     """Whether the processors are allowed to run at their full clock."""
     folder = root / "sys/devices/system/cpu"
-    policies = sorted(_listed(folder / "cpufreq")) or sorted(folder.glob("cpu[0-9]*/cpufreq"))
+    policies = sorted(facts.listed(folder / "cpufreq")) or sorted(folder.glob("cpu[0-9]*/cpufreq"))
     governors = {_text(policy / "scaling_governor").strip() for policy in policies} - {""}
     if not governors:
         return Check("cpu clock", "ok", "not Linux's to set here (a virtual machine, or the firmware decides)")
@@ -141,7 +141,7 @@ def limits(root: Path) -> Check:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     tasks = facts.tasks_limit(root)
-    fabric = bool(_listed(root / "sys/class/infiniband"))
+    fabric = bool(facts.listed(root / "sys/class/infiniband"))
     none = resource.RLIM_INFINITY
     found, fixes = [], []
     if files != none and files < _FEW_FILES:
@@ -290,10 +290,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:                     # missing or forbidden here: not told
         return ""
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []

@@ -171,7 +171,7 @@ def allocators(root: Path = _ROOT, prefix: Path | None = None) -> tuple[tuple[st
     for name, pattern in _ALLOCATORS.items():
         # The cache is a table of NUL-terminated strings: the paths can be read without knowing its versions.
         paths = re.findall(rf"(?<=\0)/[^\0]*/{pattern}(?=\0)", cache)
-        paths += sorted(str(path) for folder in folders for path in _listed(folder) if re.fullmatch(pattern, path.name))
+        paths += sorted(str(path) for folder in folders for path in listed(folder) if re.fullmatch(pattern, path.name))
         usable = next((path for path in paths if _same_machine(path)), None)
         if usable:
             found.append((name, usable))
@@ -260,10 +260,11 @@ def _read_bytes(path: Path, limit: int = 1 << 24) -> bytes:
         return b""
 
 
-def _listed(folder: Path) -> list[Path]:
+def listed(folder: Path) -> list[Path]:
+    """What lies in it; nothing where there is no such folder (not Linux), or it is not ours to look into."""
     try:
         return list(folder.iterdir())
-    except OSError:  # not there, or not ours to look into
+    except OSError:
         return []
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from saturate.machine.facts import listed
 from saturate.machine.nvml import Nvml, is_idle, named
 
 _ROOT = Path("/")
@@ -168,7 +169,7 @@ def _repair_pending(nvml: Nvml, handle: Any) -> bool | None:
 
 def _from_bus(root: Path) -> list[Gpu]:
     folder = root / "sys/bus/pci/devices"
-    found = [gpu for path in sorted(_listed(folder)) if (gpu := _device(path)) is not None]
+    found = [gpu for path in sorted(listed(folder)) if (gpu := _device(path)) is not None]
     return [replace(gpu, index=index, name=_model(gpu, root) or gpu.name) for index, gpu in enumerate(found)]
 
 
@@ -226,10 +227,3 @@ def _text(path: Path) -> str:
             return file.read(1 << 16).decode("utf-8", "replace")
     except OSError:
         return ""
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:                     # not Linux, or not ours to look into
-        return []

@@ -16,6 +16,10 @@ from saturate.techniques import _common
 #: Optimizers of torch whose update of a parameter looks at nothing but that parameter, its gradient and its state.
 KINDS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop", "Adafactor")
 
+#: Modules (by the beginning of their names) that may read gradients which were used and freed: they look whether there is one, and do right
+#: where there is none.
+READ_GRADIENTS = ("torch.optim.", "torch.nn.modules.module", "saturate.")
+
 
 def why_not(optimizer: Any, torch: Any) -> str:
     """Why this optimizer cannot run parameter by parameter; "" when it can."""

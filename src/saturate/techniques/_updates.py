@@ -27,9 +27,6 @@ WATCHED_STEPS = 2
 #: After so many steps of one optimizer, others that never stepped are taken for unused.
 MOST_STEPS = 8
 
-#: Modules (by the beginning of their names) that look whether there is a gradient, and do right where there is none.
-_HARMLESS = ("torch.optim.", "torch.nn.modules.module", "saturate.")
-
 #: How a report begins that nothing is updated in backward any more.
 ENDED = "left to step() again"
 
@@ -384,7 +381,7 @@ class Updates:
         if owned is None:
             return gradient
         frame = sys._getframe(2)        # behind the guard
-        harmless = frame.f_globals.get("__name__", "").startswith(_HARMLESS)
+        harmless = frame.f_globals.get("__name__", "").startswith(_updatable.READ_GRADIENTS)
         if self.phase == "watching":
             if not harmless and gradient is not None:
                 self._object("the script reads gradients (clips them, for one)")
