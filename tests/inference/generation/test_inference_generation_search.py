@@ -239,7 +239,7 @@ def test_no_way_begins_when_the_rest_is_needed_to_confirm_the_best():
         search._try("other", numerics, module.PLAIN, module.PLAIN)
         assert began == tried
     assert search.found[1].fate == "not_tried" and search.found[1].reason == f"{conclusion.TIME_OVER}: to try it and to confirm the best takes about 40 s here"
-    assert conclusion.is_open(search.found[1])
+    assert search.cut_short == {"other"}, "while that is not empty, nobody says that nothing helps"
 
 
 def test_no_further_pair_confirms_the_best_when_the_time_is_over(monkeypatch):
@@ -390,7 +390,7 @@ def test_the_plain_loop_that_ends_in_a_confirmation_is_started_again_and_the_way
 
 @pytest.mark.parametrize(("changes", "is_open"), [
     ({"fate": "undecided", "speedup": 1.8}, True), ({"fate": "undecided", "speedup": 0.9}, False), ({"fate": "inconclusive"}, True),
-    ({"fate": "not_tried", "reason": conclusion.TIME_OVER}, True), ({"fate": "not_tried", "reason": "pass check="}, False),
+    ({"fate": "dominated"}, True), ({"fate": "not_tried", "reason": "pass check="}, False),
     ({"fate": "rejected_accuracy", "speedup": 3.0}, False), ({"fate": "not_applicable"}, False)])
 def test_what_nobody_decided_is_open_also_where_it_changes_numbers(changes, is_open):
     row = GenerationCandidate(id="int8", numerics="precision", fate="failed", reason="")

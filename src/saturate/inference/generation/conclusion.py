@@ -24,11 +24,11 @@ def no_time(needed_s: float) -> str:
 
 
 def is_open(row: GenerationCandidate) -> bool:
-    """Whether a way may be the answer, and nobody knows: undecided in a race or in accuracy, or without its turn to be tried or
+    """Whether a way that was raced may be the answer, and nobody knows: undecided in a race or in accuracy, or without its turn to be
     confirmed. While there is one, it is not known that nothing helps."""
     if row.fate == "undecided":
         return (row.speedup or 0.0) >= 1.0 + THRESHOLD
-    return row.fate in ("inconclusive", "dominated") or (row.fate == "not_tried" and row.reason.startswith(TIME_OVER))
+    return row.fate in ("inconclusive", "dominated")
 
 
 def record_of(search: Any, best: Any, base: GenerationCandidate, seconds: float, given_s: float | None = None) -> GenerationRecord:

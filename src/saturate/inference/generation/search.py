@@ -86,7 +86,7 @@ class Search:
     interrupted: bool = False
     phases: Phases = field(default_factory=lambda: Phases(time.monotonic()))
     memory: Memory = field(default_factory=Memory)          # until the check has been heard: of this search alone
-    cut_short: set[str] = field(default_factory=set)        # ways that ended for the time, a full disk, or from outside
+    cut_short: set[str] = field(default_factory=set)        # ways that had no time, or ended for it, for a full disk, or from outside
     _start_s: float = 0.0               # that the plain loop took until it could be timed
     _ready: list[Ready] = field(default_factory=list)
     _base: Host = field(init=False, repr=False, compare=False)      # the plain loop's process
@@ -171,6 +171,7 @@ class Search:
                     name, "precision", "not_tried", "changes numbers: pass check= and budget= to have it judged"
                 )
             elif self.judge.jury is None:
+                self.cut_short.add(name)
                 self._lost(name, "precision", "not_tried", f"{TIME_OVER} before the check was known to judge")
             else:
                 mode = runtime.recipe.compile_mode
@@ -187,6 +188,7 @@ class Search:
             self.say(f"{label}: known from the search before")
         else:
             if time.monotonic() > self._until(numerics):
+                self.cut_short.add(label)
                 self._lost(label, numerics, "not_tried", no_time(self._needed_s(numerics)))
                 return None
             self.say(label)
