@@ -95,7 +95,7 @@ def test_without_a_guard_nothing_is_refused(tmp_path):
 
 
 def test_who_asked_for_interception_is_told_so(tmp_path):
-    asked = plan(tmp_path, "intercept", reason="writes are intercepted: SATURATE_ISOLATION=intercept; ...")
+    asked = plan(tmp_path, "intercept", asked=True)
     found = refusals.by_isolation(Outcome("crashed", "why"), asked, CRASH + "PermissionError: [Errno 13] Permission denied\n")
     assert found is not None and "unset SATURATE_ISOLATION" in found.remedy
 

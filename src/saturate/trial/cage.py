@@ -59,6 +59,8 @@ class CagePlan(NamedTuple):
     caches: tuple[str, ...] = ()        # folders of caches, may not exist; in mode "intercept" really written
     lower_caches: str | None = None     # tree of caches by absolute path, seen below the trial's own writes
     passthrough: tuple[str, ...] = ()   # folders of sockets that stay reachable
+    why_not_overlays: str = ""          # mode "intercept"
+    asked: bool = False                 # mode "intercept": the user wants it (SATURATE_ISOLATION)
     scratch: str = ""                   # mode "intercept": folder for TMPDIR, short enough for sockets
     guarded: bool = False               # mode "intercept": Landlock is there
     attributes: bool = False            # mode "intercept": the supervisor answers for changes of mode, owner and times

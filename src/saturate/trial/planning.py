@@ -101,7 +101,7 @@ def plan(
     )
     wanted = environ.get(OVERRIDE) or os.environ.get(OVERRIDE, "")
     if wanted == "intercept":
-        return as_intercept(made, f"{OVERRIDE}=intercept")
+        return as_intercept(made._replace(asked=True), f"{OVERRIDE}=intercept")
     found = set(elsewhere.writable()) if layout == "user" else set()
     while True:
         tried = _widened(made, found)
@@ -141,7 +141,7 @@ def forget_samples(study_dir: Path) -> None:
             path.unlink()
 
 
-def as_intercept(plan: CagePlan, reason: str) -> CagePlan:
+def as_intercept(plan: CagePlan, why_not_overlays: str) -> CagePlan:
     """The same trial in the other mode, with a TMPDIR of its own that `layers.discard` deletes."""
     guarded = landlock.abi() > 0
     attributes = guarded and _attributes_guarded()
@@ -151,7 +151,8 @@ def as_intercept(plan: CagePlan, reason: str) -> CagePlan:
             with contextlib.suppress(OSError):          # a home that nobody may write to
                 os.makedirs(cache, exist_ok=True)
     return plan._replace(
-        mode="intercept", reason=f"writes are intercepted: {reason}; {guards()}", guarded=guarded, attributes=attributes, scratch=scratch,
+        mode="intercept", reason=f"writes are intercepted: {why_not_overlays}; {guards()}", why_not_overlays=why_not_overlays,
+        guarded=guarded, attributes=attributes, scratch=scratch,
         # What is imported is compiled and kept beside its source, and Python writes that past `os`: see `agent/redirect.py`.
         environment=plan.environment | plan.intercepted | {"TMPDIR": scratch, "PYTHONDONTWRITEBYTECODE": "1"},
     )
@@ -178,8 +179,8 @@ def unguarded(plan: CagePlan, why: str) -> CagePlan:
     """The same trial without Landlock, for a program that must write where none may; mode "overlay" needs no such thing."""
     if not plan.guarded:
         return plan
-    intercepted, _, _ = plan.reason.partition("; Landlock blocks")
-    return plan._replace(guarded=False, attributes=False, reason=f"{intercepted}; {why}, so writes by C libraries are not covered")
+    return plan._replace(guarded=False, attributes=False,
+                         reason=f"writes are intercepted: {plan.why_not_overlays}; {why}, so writes by C libraries are not covered")
 
 
 def probe(folder: Path | None = None) -> tuple[bool, str]:

@@ -48,7 +48,7 @@ def by_isolation(outcome: Outcome, plan: CagePlan, log: str) -> Outcome | None:
                        f"if the command works without saturate, switch {tracker} off for it (WANDB_MODE=disabled), or leave out what it asks of it")
     told = decisive(log).splitlines()
     last = told if outcome.kind == "crashed" else told[-_LAST_LINES:]
-    remedy = _AS_ASKED if "SATURATE_ISOLATION=" in plan.reason else _WITHOUT_OVERLAYS
+    remedy = _AS_ASKED if plan.asked else _WITHOUT_OVERLAYS
     if plan.mode == "intercept" and (line := next(filter(lambda line: _redirected(line, plan), reversed(last)), None)):
         return Outcome("refused_by_isolation", f"{line.strip()[:300]} (writes are intercepted here: what the script made there, C libraries and "
                                                "programs other than Python do not find)", remedy)
