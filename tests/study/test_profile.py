@@ -56,7 +56,7 @@ def facts(**changes: object) -> Facts:
 
 def record(**changes: object) -> object:
     values = {"facts": facts(), "step_ns": [10_000_000] * 9, "sample": SAMPLE, "ceilings": CEILINGS, **changes}
-    return diagnose.Record(request(), Seen(**values), diagnose._shortener(CWD))
+    return diagnose.Record(Seen(**values), diagnose._shortener(CWD))
 
 
 # -- how many steps ----------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_a_profiler_makes_waits_longer_as_it_does_steps():
                 record={"steps": 4, "syncs": [[f"{CWD}/train.py", 3, "Tensor.item", 8, 80_000_000]]})
     shorten = diagnose._shortener(CWD)
     faster = unprofiled.factor(seen, 25.0, 0.4)
-    (sync,) = diagnose.Record(request(), seen, shorten, faster).syncs()
+    (sync,) = diagnose.Record(seen, shorten, faster).syncs()
     (observed,) = waits.timed(seen.record, shorten, faster)
     assert sync.ms_per_step == observed.ms_per_step == 8.0      # 20 of 25 ms, as 8 of 10
     assert unprofiled.factor(seen, 9.0, 0.4) == unprofiled.factor(seen, None, None) == 1.0

@@ -43,7 +43,7 @@ def graph():
 
 def test_leaves_are_the_tensors_that_gradients_are_added_to(graph):
     weight, loss = graph
-    assert [reference() for reference in leaves.reached(torch, loss)] == [weight]
+    assert [reference() for reference in leaves.reached(loss)] == [weight]
     outputs, found = _chunk_rescue.leads_to([loss.grad_fn], {})
     assert not outputs and len(found) == 1 and found[0] is weight
 

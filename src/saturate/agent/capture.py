@@ -72,7 +72,7 @@ class Capture:
         """Before techniques act, and so in the same order in every run."""
         self.hold_algorithms(torch)
         if self.updates == 0:
-            for reference in leaves.reached(torch, tensors):
+            for reference in leaves.reached(tensors):
                 if (leaf := reference()) is not None:
                     self._used.setdefault(id(leaf), reference)
 

@@ -115,7 +115,7 @@ def off_device(session: Any) -> list[str]:
 # -- compilation -----------------------------------------------------------------------------------------------------
 
 
-def compiler(torch: Any, session: Any, began_ns: int, ended_ns: int) -> dict[str, Any]:
+def compiler(session: Any, began_ns: int, ended_ns: int) -> dict[str, Any]:
     """What dynamo did: compilations between two times of `time.time_ns`, and all graph breaks since the start (a break is
     found when a frame is compiled, and taken in every step after that)."""
     dynamo = sys.modules.get("torch._dynamo")

@@ -11,7 +11,7 @@ from saturate.techniques import _autograd
 MOST_NODES = 20_000
 
 
-def reached(torch: Any, tensors: Any) -> list[weakref.ref[Any]]:
+def reached(tensors: Any) -> list[weakref.ref[Any]]:
     """The tensors whose `.grad` a backward pass from `tensors` adds to, in the order of the walk from the loss."""
     roots = tensors if isinstance(tensors, tuple) and not hasattr(tensors, "node") else (tensors,)      # an edge is a tuple, too
     waiting = [node for root in roots if (node := getattr(root, "grad_fn", getattr(root, "node", None))) is not None]

@@ -181,7 +181,7 @@ class Recording(Window):
         self._stop()
         ended_ns = time.time_ns()
         self.result["syncs"] = [[*key, *value] for key, value in self.syncs.found.items()]
-        self.result["compiler"] = kinds.compiler(self.torch, self.session, self.began_ns, ended_ns)
+        self.result["compiler"] = kinds.compiler(self.session, self.began_ns, ended_ns)
         self.result["off_device"] = kinds.off_device(self.session)
         if isinstance(self.profile, Marks):
             return

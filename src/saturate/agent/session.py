@@ -244,7 +244,7 @@ class Session(Guest):
         if self.phase == "inspect":
             self.guard(self.inspection.saw_backward, tensors)
         if not self.optimizers.built and not self.leaves:
-            self.leaves = self.guard(leaves.reached, self.torch, tensors) or []
+            self.leaves = self.guard(leaves.reached, tensors) or []
         if not self.stepping:
             self.guard(self._token, "B")
         elif self.step is None or self.step.token == motif.CLOSURE:

@@ -288,7 +288,7 @@ class _Walk:
         plain = own and getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
         if plain and hasattr(value, "__dict__") and not _built_in_base(kind):
             slots = {name: getattr(value, name) for cls in kind.__mro__ for name in _slots(cls) if hasattr(value, name)}
-            self.attributes({**vars(value), **slots}, kind, depth)
+            self.attributes({**vars(value), **slots}, depth)
             return
         try:
             reduced = value.__reduce_ex__(4)
@@ -301,7 +301,7 @@ class _Walk:
         for items in reduced[3:5]:
             self.value(list(items) if items is not None else None, depth)
 
-    def attributes(self, found: dict[str, Any], kind: type, depth: int) -> None:
+    def attributes(self, found: dict[str, Any], depth: int) -> None:
         before = self.where
         self.add("attributes", len(found))
         for name, item in found.items():

@@ -37,7 +37,7 @@ def rank(torch: Any, model: Any, batches: Sequence[tuple[Any, ...]], *, deadline
         raise ValueError("no inputs to rank the layers with")
     attention = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)      # one fused operator would hide the products inside it
-    watch = _watch(torch, model)
+    watch = _watch(model)
     handles = _follow(model, watch)
     try:
         with torch.inference_mode(False), torch.no_grad():      # inference mode dispatches whole functions, not their products
@@ -85,7 +85,7 @@ PRODUCTS = {"aten::convolution": (0, 1, 0), "aten::mm": (0, 1, 1), "aten::addmm"
 BATCHED = ("aten::bmm", "aten::baddbmm")
 
 
-def _watch(torch: Any, model: Any) -> Any:
+def _watch(model: Any) -> Any:
     """A mode that sees every product, and rounds those of one module."""
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -68,7 +68,7 @@ def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts
             finally:
                 bench.finish_live(live)
         except TrialEnded as ended:
-            stored = starved(study, bench, ended.outcome)
+            stored = starved(study, ended.outcome)
             if stored is None:
                 return failed(study, ended.outcome)
         study.store.set_answer("baseline", stored)
@@ -93,7 +93,7 @@ def establish(study: Study, bench: Bench, diagnose: Callable[[Study, Live, Facts
     return True
 
 
-def starved(study: Study, bench: Bench, outcome: Outcome) -> dict[str, Any] | None:
+def starved(study: Study, outcome: Outcome) -> dict[str, Any] | None:
     """What is known of a baseline that ran out of memory in a study with a memory limit; None: it failed otherwise, or before
     its first training forward."""
     left = study.folder / study.store.trials()[-1]["id"] / benches.EARLY_FACTS

@@ -59,7 +59,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
     findings = rules.detect(observed, known)
     profiled_ms = sum(recorded.values()) / view.count / 1e6 if view.count else None
     recorded_input = recorded["input"] / max(1, sum(recorded.values())) if seen.facts.device == "cpu" else None
-    record = Record(request, seen, shorten, unprofiled.factor(seen, profiled_ms, recorded_input), analysis)
+    record = Record(seen, shorten, unprofiled.factor(seen, profiled_ms, recorded_input), analysis)
     rates, coverage, input_lines = record.rates(), record.coverage(analysis), record.input_lines()  # they also find out what is unknown
     if not told:
         record.unknown["split"] = analysis.devices[0].unknown["busy_of_step"]
@@ -121,7 +121,7 @@ class Record:
     """The parts of a Profile that do not come from the trace."""
 
     def __init__(
-        self, request: Request, seen: Seen, shorten: Callable[[str], str], unprofiled: float = 1.0, analysis: Analysis | None = None,
+        self, seen: Seen, shorten: Callable[[str], str], unprofiled: float = 1.0, analysis: Analysis | None = None,
     ):
         self.seen = seen
         self.unprofiled = unprofiled        # what a time of the recorded steps is without the profiler, as a factor
