@@ -152,15 +152,13 @@ def shown(session: Any) -> Evidence:
     dynamo = sys.modules.get("torch._dynamo")
     counters = dynamo.utils.counters if dynamo is not None else {}
     frames = counters.get("frames", {})
-    limit_hit = any("recompile_limit" in str(key) or "cache_size_limit" in str(key)
-                    for key in counters.get("unimplemented", {}))
     workers = [w for entry in session.loaders.values() for w in entry["workers"]]
     gradients = [p.grad for p in trained_parameters(session)]
     return Evidence(
         dynamo_frames=frames.get("ok", 0),
         graph_breaks=_graph_breaks(dynamo),
         recompiles=_recompiles(dynamo),
-        recompile_limit_hit=limit_hit,
+        recompile_limit_hit=recompile_limit_hit(counters),
         compile_s=_compile_seconds(dynamo),
         cuda_graphs=cuda_graphs(counters) if session.inspection.device == "cuda" else None,
         cuda_graph_skips=counters.get("inductor", {}).get("cudagraph_skips", 0),
@@ -179,6 +177,11 @@ def shown(session: Any) -> Evidence:
         environment={key: os.environ[key] for key in session.plan.get("environment", ()) if key in os.environ},
         notes={key: str(value) for key, value in session.context.notes.items()},
     )
+
+
+def recompile_limit_hit(counters: Any) -> bool:
+    """Whether dynamo has given some code up that it had compiled again and again."""
+    return any("recompile_limit" in str(key) or "cache_size_limit" in str(key) for key in counters.get("unimplemented", {}))
 
 
 def _graph_breaks(dynamo: Any) -> int:

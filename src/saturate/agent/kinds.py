@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from saturate.agent import observe
+from saturate.agent import facts, observe
 from saturate.data import batches
 
 _MOST_REASONS = 8
@@ -127,7 +127,7 @@ def compiler(session: Any, began_ns: int, ended_ns: int) -> dict[str, Any]:
         return {"compiled": False}
     compilations = dynamo.utils.get_compilation_metrics()
     late = [m for m in compilations if began_ns <= (m.start_time_us or 0) * 1000 < ended_ns]
-    limit_hit = any("recompile_limit" in str(key) or "cache_size_limit" in str(key) for key in counters.get("unimplemented", {}))
+    limit_hit = facts.recompile_limit_hit(counters)
     # Where it gave up before the window, what it had compiled again and again is why.
     again = late or [m for m in compilations if limit_hit and m.recompile_reason]
     # A frame that is skipped as a whole, for a break inside a loop, is not among the breaks.

@@ -20,7 +20,7 @@ from saturate.inference.candidates import Candidate
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.generation import weights
 from saturate.inference.generation.build import build
-from saturate.inference.generation.decode import Request, Run
+from saturate.inference.generation.decode import Batch, Request, Run
 from saturate.inference.generation.draft_length import Costs
 from saturate.inference.generation.models import plain_forward, without_gradients
 from saturate.inference.generation.recipe import Given, Recipe
@@ -28,8 +28,6 @@ from saturate.inference.process import LATE_PATIENCE, REQUEST_S, Worker, request
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import NotApplied
 from saturate.records.inference import Fate, ModelFacts
-
-Batch = Sequence[Sequence[int]]
 
 _HERE, _STORED = "saturate.inference.generation.host", "saturate.inference.generation.artifact"
 

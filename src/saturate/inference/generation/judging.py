@@ -18,7 +18,7 @@ from saturate.inference.failures import WorkerFailed
 from saturate.inference.generation import measure
 from saturate.inference.generation.compare import LENGTHS, Agreement, agreement
 from saturate.inference.generation.conclusion import THRESHOLD, race_words, speculation_words
-from saturate.inference.generation.decode import Loop, Request
+from saturate.inference.generation.decode import Batch, Loop, Request
 from saturate.inference.generation.host import Host, Yard
 from saturate.inference.generation.prompts import as_lists
 from saturate.inference.generation.recipe import Given, Recipe
@@ -28,7 +28,6 @@ from saturate.measure.race import Estimate, Limits, verdict
 from saturate.records.generation import GenerationCandidate
 from saturate.records.inference import Fate
 
-Batch = list[list[int]]
 Batches = list[Batch]
 
 _with = msgspec.structs.replace

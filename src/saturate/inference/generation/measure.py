@@ -10,14 +10,12 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from saturate.inference.generation.decode import Loop, Request, Run, Sequences
+from saturate.inference.generation.decode import Batch, Loop, Request, Run, Sequences
 from saturate.inference.generation.draft_length import Costs, predicted
 from saturate.inference.generation.models import without_gradients
 from saturate.inference.generation.sampling import Sampling
 from saturate.measure.race import Estimate, estimate
 from saturate.records.generation import GenerationTiming, SpeculationRecord
-
-Batch = Sequence[Sequence[int]]
 
 #: A race ends after so many rounds, or when its time is over, but not before the first number of them.
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 8

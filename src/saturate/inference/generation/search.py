@@ -21,9 +21,9 @@ from saturate.inference.confirm import once_more
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.generation import measure, weights
 from saturate.inference.generation.conclusion import THRESHOLD, TIME_OVER, no_time
-from saturate.inference.generation.decode import Loop, Request
+from saturate.inference.generation.decode import Batch, Loop, Request
 from saturate.inference.generation.host import Host, Refused, Yard
-from saturate.inference.generation.judging import Batch, Batches, Judge
+from saturate.inference.generation.judging import Batches, Judge
 from saturate.inference.generation.recipe import LOOKUP, MODEL, Given, Recipe
 from saturate.inference.generation.remembered import Memory
 from saturate.inference.phases import Phases
