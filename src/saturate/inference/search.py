@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from saturate.errors import EnvironmentProblem
-from saturate.inference import guards, order, plan, racing
+from saturate.inference import guards, order, plan, play_off, racing
 from saturate.inference.accuracy import Judgement
 from saturate.inference.candidates import Candidate
 from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.limits import surely_over_limit
+from saturate.inference.repair import Repair
 from saturate.inference.scores import Scores
 from saturate.inference.techniques._api import COMPRESSED_BYTES
 from saturate.inference.tried import Tried, entry_of, rests_on, tried_of
@@ -125,8 +126,6 @@ class Search:
                 self._lane.worker.close()
 
     def _run(self) -> None:
-        from saturate.inference import play_off
-
         try:
             self._lane = racing.Lane.of(self._lane.worker)
             self._lane.run()
@@ -381,8 +380,6 @@ class Search:
 
     def _repair(self, broken: Tried) -> None:
         """Give the most sensitive layers their precision back, while what remains is better than the best."""
-        from saturate.inference.repair import Repair
-
         if not self._worth_repairing(broken):
             return
         try:
