@@ -234,7 +234,7 @@ def test_a_hook_on_the_output_of_a_batch_that_runs_again_has_its_say():
             output.square().sum().backward()
         found.append([p.grad for p in model.parameters()])
     assert quota.failures
-    assert_same_gradients(*found)
+    assert_same_gradients(*found, atol=1e-5)       # entries of up to ten are added up in another order
 
 
 class FailsOnce(Quota):
