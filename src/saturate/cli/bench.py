@@ -96,7 +96,7 @@ def bench(
 ) -> None:
     """Measure and race; `keep` gets what is known after each size. Raises ArtifactDamaged, and EnvironmentProblem where the artifact
     holds no inputs."""
-    from saturate.inference import artifact
+    from saturate.inference import artifact, folders
     from saturate.report import words
 
     manifest = artifact.checked(folder)
@@ -125,8 +125,8 @@ def bench(
     place = artifact.place_of(artifact.require_torch(), manifest.made_on)
     rows = []
     for size in sizes or [None]:
-        with tempfile.TemporaryDirectory(prefix="saturate-bench-") as work:
-            rows.append(_row(Path(work), folder, other, size, threads, place, progress))
+        with folders.scratch("saturate-bench-") as work:
+            rows.append(_row(work, folder, other, size, threads, place, progress))
         keep(
             BenchRecord(
                 artifact=str(folder),

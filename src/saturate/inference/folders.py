@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -24,6 +23,7 @@ from saturate.checkpoints import durable
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError
 from saturate.inference import journal, pickles
 from saturate.records.artifact import StoredFile
+from saturate.trial import abandoned
 
 #: Between the temporary name of a folder that is being replaced, and its own name.
 _OF = "-of-"
@@ -82,21 +82,22 @@ def building(target: Path, ours: Callable[[Path], bool]) -> Iterator[Path]:
         )
     with problems(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _new(target.parent) as new:
+        with _new(lambda: durable.temporary(target.parent)) as new:
             yield new
             synchronise(new)
             _take_place(new, target)
 
 
 @contextmanager
-def _new(parent: Path) -> Iterator[Path]:
-    """A temporary folder that is this process's as long as it lives; gone at the end, unless it was renamed."""
+def _new(name: Callable[[], Path], mode: int = 0o777) -> Iterator[Path]:
+    """A temporary folder that is this process's as long as it lives; gone at the end, unless it was renamed. `name` gives a new one each
+    time."""
     lock, mine = None, False
     while not mine:
-        new = durable.temporary(parent)
-        new.mkdir()
+        new = name()
+        new.mkdir(mode)
         try:
-            lock = _lock(new)
+            lock = abandoned.locked(new)
             mine = lock is not None         # else another process took it for abandoned, and removes it
         except OSError:
             mine = True                     # a file system without locks: there `tidy` removes nothing
@@ -108,31 +109,11 @@ def _new(parent: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _lock(folder: Path, wait: bool = False) -> int | None:
-    """A descriptor that holds the lock of a folder until it is closed, or the process ends. None where another process
-    holds it, or the folder is gone. Raises OSError where the file system has no locks."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        if os.fstat(descriptor).st_ino == os.stat(folder).st_ino:
-            return descriptor               # else what was opened has another name by now
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
-
-
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Keep others from taking for abandoned what is written inside of this folder."""
     try:
-        lock = _lock(folder, wait=True)
+        lock = abandoned.locked(folder, wait=True)
     except OSError:
         lock = None                         # as in `_new`
     try:
@@ -148,7 +129,7 @@ def tidy(target: Path) -> None:
     target = Path(target).absolute()
     with contextlib.suppress(OSError):      # a folder that nobody may write to, or without locks
         for left in sorted(target.parent.glob(f"{durable.TEMPORARY}*")):
-            if not left.is_dir() or left.is_symlink() or (lock := _lock(left)) is None:
+            if not left.is_dir() or left.is_symlink() or (lock := abandoned.locked(left)) is None:
                 continue
             try:
                 name = left.name.partition(_OF)[2]
@@ -177,11 +158,14 @@ def problems(target: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch(prefix: str) -> Iterator[Path]:
-    """A temporary folder for what is made on the way, gone at the end. Raises EnvironmentProblem where there can be none."""
-    with in_scratch():
-        made = tempfile.TemporaryDirectory(prefix=prefix)
-    with made as folder:
-        yield Path(folder)
+    """A private temporary folder for what is made on the way, gone at the end. Those that killed processes have left go first. Raises
+    EnvironmentProblem where there can be none."""
+    with contextlib.ExitStack() as made:
+        with in_scratch():
+            place = Path(tempfile.gettempdir())
+            abandoned.clear(place, prefix)
+            folder = made.enter_context(_new(lambda: place / abandoned.name(prefix), 0o700))
+        yield folder
 
 
 @contextmanager

@@ -366,8 +366,10 @@ def _private(folder: Path) -> Path:
 
 def _discard(own: Path) -> None:
     """Remove what a process wrote into its private folder `own`, and into its TMPDIR."""
-    for folder in (own / "scratch", layers.scratch_folder(own.absolute())):
+    temporary = layers.scratch_folder(own.absolute())
+    for folder in (own / "scratch", temporary):
         shutil.rmtree(folder, ignore_errors=True)
+    layers.let_go(temporary)
 
 
 def clear_away(folder: Path) -> None:

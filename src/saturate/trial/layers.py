@@ -9,14 +9,17 @@ import shutil
 import stat
 from pathlib import Path
 
-from saturate.trial import supervised, tree
+from saturate.trial import abandoned, supervised, tree
 from saturate.trial.cage import INDEX, LAYERS, SHADOW, CagePlan
 
 #: In the run folder: that of the rehearsal of its cage.
 REHEARSAL = "rehearsal"
 
+_ELSEWHERE = Path("/tmp")       # whatever TMPDIR says: its path may be as long
 _SOCKET_PATH_BYTES = 107        # sun_path, less the final zero
 _SOCKET_NAME_BYTES = 36         # "/pymp-xxxxxxxx/listener-xxxxxxxx" and torch's "/torch-shm-dir-XXXXXX/manager.sock"
+
+_locks: dict[Path, int] = {}    # of the folders under /tmp that this process has made
 
 
 def collect_caches(run_dir: Path, study_dir: Path, plan: CagePlan) -> Path:
@@ -66,17 +69,41 @@ def scratch_folder(run_dir: Path) -> Path:
     inside = run_dir / "tmp"
     if len(os.fsencode(inside)) <= _SOCKET_PATH_BYTES - _SOCKET_NAME_BYTES:
         return inside
-    digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:10]
-    return Path(f"/tmp/saturate-{os.geteuid()}-{digest}")
+    digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:abandoned.DIGITS]
+    return _ELSEWHERE / f"{_prefix()}{digest}"
+
+
+def _prefix() -> str:
+    return f"saturate-{os.geteuid()}-"
 
 
 def make_scratch(run_dir: Path) -> Path:
-    """Raises PermissionError when the folder under /tmp belongs to someone else."""
+    """One under /tmp is held by this process until `let_go`, and those go that killed processes have left there. Raises PermissionError
+    when it belongs to someone else."""
     folder = scratch_folder(run_dir)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    return folder
+    elsewhere = folder.parent == _ELSEWHERE
+    if elsewhere:
+        let_go(folder)
+        abandoned.clear(_ELSEWHERE, _prefix())
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+            raise PermissionError(f"{folder} belongs to another user")
+        if not elsewhere:
+            return folder
+        try:
+            lock = abandoned.locked(folder, wait=True)
+        except OSError:
+            return folder           # no locks here: there nobody removes it either
+        if lock is not None:        # else somebody took it for abandoned, and removed it
+            _locks[folder] = lock
+            return folder
+
+
+def let_go(folder: Path) -> None:
+    """Whoever made this folder here is done with it."""
+    if (lock := _locks.pop(folder, None)) is not None:
+        os.close(lock)
 
 
 def discard(run_dir: Path, plan: CagePlan | None = None) -> None:
@@ -87,6 +114,7 @@ def discard(run_dir: Path, plan: CagePlan | None = None) -> None:
     scratch = Path(plan.scratch) if plan and plan.scratch else scratch_folder(run_dir.resolve())
     for folder in (run_dir / LAYERS, run_dir / SHADOW, run_dir / REHEARSAL, scratch):
         _remove(folder)
+    let_go(scratch)
     (run_dir / INDEX).unlink(missing_ok=True)
 
 
