@@ -120,6 +120,17 @@ def test_sizes_that_were_measured_outlive_an_end_in_a_later_one(capsys, stored, 
     assert "samples/s" in call(capsys, stored / "open", "--batch", "1,8,32")[1]
 
 
+def test_a_batch_that_is_too_large_is_ended_before_the_machine_runs_out(monkeypatch, tmp_path):
+    """Nothing limited its memory: the kernel ended whatever it chose."""
+    from saturate.inference import api, process
+
+    given = {}
+    monkeypatch.setattr(process, "Worker", lambda *names, **more: given.update(more))
+    monkeypatch.setattr(api, "memory_limit", {"cpu": 10**9}.get)
+    bench._starter(tmp_path, (torch.zeros(4, 8),), 1, "cpu")(tmp_path)
+    assert given["memory_bytes"] == 10**9
+
+
 def test_the_stored_size_is_the_default(capsys, stored, acted):
     assert [row["batch"] for row in json.loads(call(capsys, stored / "open", "--json")[1])["rows"]] == [4]
 

@@ -207,6 +207,7 @@ def _row(
 
 def _starter(work: Path, inputs: tuple[Any, ...], threads: int, device: str) -> Callable[[Path], Any]:
     """Starts a process that serves an artifact on this batch. The one place that knows how processes are made."""
+    from saturate.inference.api import memory_limit
     from saturate.inference.process import Worker
     from saturate.inference.source import Source
 
@@ -216,6 +217,7 @@ def _starter(work: Path, inputs: tuple[Any, ...], threads: int, device: str) -> 
         Path(folder).absolute(),
         folder=Path(tempfile.mkdtemp(dir=work)),
         threads=threads,
+        memory_bytes=memory_limit(device),  # a batch that is too large must not end the machine's other programs
         prepare_s=_PREPARE_S,
     )
 
