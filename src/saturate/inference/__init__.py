@@ -16,6 +16,7 @@ The search
     lab             the machine as the search sees it
     tried           one candidate and what is known of it
     journal         what was found so far, on disk
+    leftovers       what a killed search has left there
 
 A candidate
     candidates      techniques with options

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.errors import EnvironmentProblem, UsageError, WorkloadFailed
-from saturate.inference import confirm, examples, folders, guards, here, plan, serving, structure
+from saturate.inference import confirm, examples, folders, guards, here, leftovers, plan, serving, structure
 from saturate.inference.accuracy import Budget, refuse_other
 from saturate.inference.artifact import Artifact, load
 from saturate.inference.called import signature_of
@@ -30,7 +30,6 @@ from saturate.inference.journal import Journal, rests
 from saturate.inference.jury import control
 from saturate.inference.lab import Lab, of_the_machine
 from saturate.inference.phases import Phases, slack_s
-from saturate.inference.process import clear_away
 from saturate.inference.result import Result, seconds_of, undecided_lossless
 from saturate.inference.search import Search
 from saturate.inference.source import Source
@@ -51,6 +50,9 @@ CONFIRM_SHARE = 0.3
 #: A candidate that takes more than this share of the machine's memory is ended.
 MOST_MEMORY = 0.8
 
+#: How the folders of searches without a workdir are called, in .saturate.
+_UNNAMED = "optimize-"
+
 #: So many lossless candidates may become the second baseline.
 LOSSLESS_TURNS = 2
 
@@ -67,9 +69,9 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
     user's own score of `run`, which has the model's signature; per-sample values are best (`accuracy`). Without a check
     only candidates are tried that compute the same up to the order of sums. calibration: batches as `inputs`, that calibrate in
     their place. time: "20m", "90s" or seconds; no candidate
-    begins after 70 % of it, nor when the rest is needed to confirm what was found. One that is being prepared by then has at
-    least 30 seconds, and the best is stored, loaded and scored in any case: a short time for a large model may be overrun,
-    and the last lines say what it took. train: `Train(loader, loss)` or (loader, loss) unlocks recovery, quantisation-aware
+    begins after 70 % of it (but to repair what did not hold), nor when the rest is needed to confirm what was found. One that is
+    being prepared by then has at least 30 seconds, and the best is stored, loaded and scored in any case: a short time for a large
+    model may be overrun, and the last lines say what it took. train: `Train(loader, loss)` or (loader, loss) unlocks recovery, quantisation-aware
     training and distillation. threads: CPU threads that a candidate may use (default: torch's). workdir: where the search
     keeps what it found (a folder that is new, empty, or of an earlier search); the same call goes on there after an interruption.
 
@@ -91,10 +93,12 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
     if threads is not None and (not isinstance(threads, numbers.Integral) or isinstance(threads, bool) or threads < 1):
         raise UsageError(f"threads is {threads!r}", remedy="a whole number, at least 1, or None for as many as torch takes")
     trainer = Train(*train) if isinstance(train, tuple) else train
-    folder = folders.workplace(Path(workdir) if workdir is not None else Path(".saturate") / f"optimize-{secrets.token_hex(4)}")
+    if workdir is None:
+        leftovers.clear_forsaken(Path(".saturate"), _UNNAMED)
+    folder = folders.workplace(Path(workdir) if workdir is not None else Path(".saturate") / f"{_UNNAMED}{secrets.token_hex(4)}")
     say = progress or _to_stderr
     with FolderLock(folder, "workdir (--workdir DIR)"):
-        clear_away(folder / "processes")
+        leftovers.clear_away(folder)
         source = Source.write(folder / "source", model, inputs, calibration, trainer)
         for note in source.notes:
             say(note)
@@ -165,7 +169,7 @@ def running_model() -> Iterator[None]:
         if error.outside:
             raise EnvironmentProblem("the model's process was ended from outside", cause=error.reason, evidence=error.log,
                                      remedy="look for what ends processes here (memory that runs out, other users), and give the same "
-                                            "command again: it goes on from here") from error
+                                            "command again: with its workdir it goes on from here") from error
         if error.kind == "timeout":
             raise WorkloadFailed("the model takes too long", cause=error.reason, evidence=error.log,
                                  remedy="give the search more time, or fewer and smaller inputs") from error

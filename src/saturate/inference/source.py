@@ -247,8 +247,9 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _make_private(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if folder.lstat().st_uid == os.geteuid():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)       # at once: a search that is killed behind this goes on in its workdir
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
             folder.chmod(0o700)
     except OSError as error:
         raise EnvironmentProblem(f"the folder {folder} cannot be made", cause=str(error),

@@ -1,0 +1,63 @@
+"""What a search that was killed has left in its folder, and folders that such searches have left."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from saturate.errors import SaturateError
+from saturate.inference import artifact, process
+from saturate.trial.lock import FolderLock
+
+
+class _Stored(msgspec.Struct):
+    artifact: str | None = None
+
+
+class _Result(_Stored):
+    """Of result.json, where the artifacts are that it tells of."""
+
+    unconfirmed: _Stored | None = None
+
+
+def clear_away(folder: Path) -> None:
+    """Remove programs and copies of the model that no search needs any more, and artifacts that never were a result. Hold the folder's
+    lock. What was found, logs and results stay."""
+    process.clear_away(folder / "processes")
+    for name in ("program", "sources"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    named = _named(folder / "result.json")
+    for path in (folder / "artifacts").glob("*") if named is not None else ():
+        if path.name.isdecimal() and path.name not in named and not _confirmed(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _named(result: Path) -> set[str] | None:
+    """Names of the artifacts that a result tells of; None: nobody knows."""
+    try:
+        found = msgspec.json.decode(result.read_bytes(), type=_Result)
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, RecursionError):
+        return None
+    return {Path(one.artifact).name for one in (found, found.unconfirmed) if one is not None and one.artifact}
+
+
+def _confirmed(path: Path) -> bool:
+    try:
+        return artifact.read(path).scores is not None
+    except SaturateError:
+        return False
+
+
+def clear_forsaken(parent: Path, prefix: str) -> None:
+    """Remove the folders of searches without a workdir that ended without a result: killed, or by an error. Nobody goes on there."""
+    for folder in parent.glob(f"{prefix}{8 * '[0-9a-f]'}"):
+        # A process makes the source when it has the lock: where there is none, it may be about to take it.
+        if not folder.is_symlink() and (folder / "source").is_dir() and not (folder / "result.json").exists():
+            with contextlib.suppress(SaturateError, OSError), FolderLock(folder):
+                process.clear_away(folder / "processes")
+                shutil.rmtree(folder)
