@@ -427,4 +427,13 @@ def test_a_confidence_is_not_rounded_to_certainty():
 def test_a_result_gives_the_front_of_its_record():
     record = optimizations.win()
     found = Result(record, None, None).pareto()
-    assert found == report.front(record.candidates) and 0 < len(found) < len(record.candidates)
+    assert found == report.front(report.rows(record)) and 0 < len(found) < len(record.candidates)
+
+
+def test_the_front_of_a_result_is_that_of_its_picture():
+    """What is slower than the model itself, and loses nothing, was on it; the winner was not where it was confirmed to be."""
+    slow, winner = optimizations.candidate("threads", "slower", 0.9, None, numerics="exact"), optimizations.WINNER
+    best = msgspec.structs.replace(optimizations.win().best, accuracy_drop=0.0033)
+    found = Result(optimizations.win(candidates=[slow, winner], best=best), None, None).pareto()
+    assert [(one.id, one.accuracy_drop) for one in found] == [(winner.id, 0.0033)]
+    assert Result(optimizations.nothing(), None, None).pareto() != [] and Result(optimizations.win(candidates=[slow], best=None), None, None).pareto() == []

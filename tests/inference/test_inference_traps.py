@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from saturate.inference.candidates import Candidate, Part
 from saturate.inference.ending import so_far
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.result import judged
-from saturate.inference.search import Tried
+from saturate.inference.search import Search, Tried
 from saturate.records.inference import CandidateRecord, ModelFacts
 from saturate.techniques._api import NotApplied
 
@@ -403,6 +404,18 @@ def test_pick_stores_loads_scores_and_races_for_another_budget(plant):
     with pytest.raises(NothingFaster, match="within a drop of 0.0001") as caught:
         result.pick(max_drop=0.0001)
     assert "samples cannot tell" in caught.value.cause
+
+
+def test_a_pick_has_its_time_although_that_of_the_search_is_over(monkeypatch, tmp_path):
+    """After Ctrl-C, `end_s` of the search was still in force: nothing that was not scored had a turn."""
+    left = []
+    monkeypatch.setattr("saturate.inference.result.confirm.champion", lambda search, *given, **more: left.append(search.time_left()) or (None, None))
+    lab = types.SimpleNamespace(jury=object(), discard=lambda kept: None)
+    lab.within = lambda drop, deadline_s: lab
+    search = Search(lab, types.SimpleNamespace(), "latency", {}, time.monotonic() - 60, 0.01, end_s=time.monotonic() - 30)
+    with pytest.raises(NothingFaster):
+        saturate.Result(None, search, lab)._picked(0.1, 60.0)
+    assert left == [True]
 
 
 def test_pick_judges_by_its_own_budget_and_gives_what_was_not_scored_a_turn():

@@ -15,7 +15,7 @@ from typing import Any
 
 from saturate.inference.candidates import Candidate, Part
 from saturate.inference.techniques._api import LOSSLESS, Eligible, Ineligible, bound_of, variants_of
-from saturate.records.inference import LEFT_OUT, ModelFacts
+from saturate.records.inference import LEFT_OUT, NO_CHECK, ModelFacts
 
 #: A switch that gains less alone is not worth combining; screening sees no less either.
 HELPS = 1.02
@@ -59,7 +59,7 @@ def pool(registry: Mapping[str, ModuleType], facts: ModelFacts, *, check: bool, 
         if not answer:
             found.refused[id] = answer.reason
         elif technique.numerics not in LOSSLESS and not check:
-            found.refused[id] = "it changes what the model computes, and there is no check to say whether that is acceptable"
+            found.refused[id] = NO_CHECK
         else:
             _list_of(found, technique).extend(Part(module, options) for options in variants_of(module, facts))
             if answer.note:

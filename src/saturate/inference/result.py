@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import secrets
 import time as clock
@@ -24,7 +25,16 @@ from saturate.inference.racing import Race
 from saturate.inference.source import Source
 from saturate.inference.tried import Tried, code
 from saturate.machine import facts as machine
-from saturate.records.inference import LEFT_OUT, SEARCH_ENDED, TIME_ENDED, Best, CandidateRecord, Fate, OptimizeRecord
+from saturate.records.inference import (
+    LEFT_OUT,
+    NO_CHECK,
+    SEARCH_ENDED,
+    TIME_ENDED,
+    Best,
+    CandidateRecord,
+    Fate,
+    OptimizeRecord,
+)
 from saturate.records.result import Phase
 from saturate.trial.lock import FolderLock
 
@@ -92,10 +102,11 @@ class Result:
         return report.table(self.record)
 
     def pareto(self) -> list[CandidateRecord]:
-        """The candidates that no other beats in both latency and accuracy, the fastest first."""
+        """The candidates that no other, nor the model itself, beats in both latency and accuracy, the fastest first. The winner with its
+        confirmed numbers."""
         from saturate.report import inference as report
 
-        return report.front(self.record.candidates)
+        return [one for one in report.front([self.record.baseline, *report.rows(self.record)]) if one is not self.record.baseline]
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the report, one self-contained HTML file. Raises EnvironmentProblem where it cannot be written."""
@@ -122,7 +133,7 @@ class Result:
             raise NothingFaster("nothing was tried", cause=self._why(), remedy="give optimize more time")
         until_s = clock.monotonic() + seconds
         lab = self._lab.within(max_drop, until_s)
-        search = dataclasses.replace(self._search, lab=lab, max_drop=max_drop, deadline_s=until_s, late_s=until_s + slack_s(seconds), journal=None,
+        search = dataclasses.replace(self._search, lab=lab, max_drop=max_drop, deadline_s=until_s, end_s=math.inf, late_s=until_s + slack_s(seconds), journal=None,
                                      tried={one.candidate: judged(one, lab) for one in self._search.tried.values()})
         won, final = confirm.champion(search, lab, until_s, mend=lambda found: None)
         lab.discard(won.artifact if won is not None else None)
@@ -270,7 +281,7 @@ def rowed(found: Tried, lab: Lab) -> CandidateRecord:
 def refused(pool: Pool) -> list[CandidateRecord]:
     """Techniques that no candidate may hold: the user left them out, or they do not apply."""
     return [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], reason=reason,
-                            fate="not_tried" if reason == LEFT_OUT else "not_applicable") for id, reason in pool.refused.items()]
+                            fate="not_tried" if reason in (LEFT_OUT, NO_CHECK) else "not_applicable") for id, reason in pool.refused.items()]
 
 
 def untried(search: Search, threads: int, reason: str) -> list[CandidateRecord]:

@@ -26,8 +26,9 @@ Fate = Literal["kept", "dominated", "slower", "no_difference", "inconclusive", "
 #: Why a candidate is `not_tried`: the time that was given is over, or somebody or something ended the search before that.
 TIME_ENDED, SEARCH_ENDED = "the time ended before its turn", "the search was ended before its turn"
 
-#: ... or the user does not want it in any candidate.
+#: ... or the user does not want it in any candidate, or gave nothing that could judge it.
 LEFT_OUT = "left out by --only or --skip"
+NO_CHECK = "it changes what the model computes, and there is no check to say whether that is acceptable"
 
 
 @dataclass(frozen=True)

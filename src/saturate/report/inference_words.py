@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from saturate.records.inference import LEFT_OUT, SEARCH_ENDED, CandidateRecord, OptimizeRecord, Timing
+from saturate.records.inference import LEFT_OUT, NO_CHECK, SEARCH_ENDED, CandidateRecord, OptimizeRecord, Timing
 from saturate.records.result import Phase
 from saturate.records.sizes import show
 from saturate.report import words
@@ -42,7 +42,7 @@ MEANINGS = {
     "not_applied": "It was set, but the proof that it took effect is missing. Its time says nothing.",
     "failed": "Its process ended with an error, or broke a limit of time or memory.",
     "not_applicable": "This model or machine gives it nothing to do.",
-    "not_tried": "The time ended first, or it was left out.",
+    "not_tried": "The time ended first, it was left out, or there was no check to judge it by.",
 }
 
 #: Fates whose reasons a reader wants first: it would have been worth having.
@@ -115,7 +115,7 @@ def why_nothing(record: OptimizeRecord) -> str:
     tried = [one for one in record.candidates if one.speedup is not None]
     if not tried:
         ran = next((one for one in record.candidates if one.fate in ("failed", "not_applied", "rejected_behaviour")), None)
-        waiting = next((one for one in record.candidates if one.fate == "not_tried" and one.reason != LEFT_OUT), None)
+        waiting = next((one for one in record.candidates if one.fate == "not_tried" and one.reason not in (LEFT_OUT, NO_CHECK)), None)
         if ran is None and waiting is not None:
             cut = waiting.reason == SEARCH_ENDED
             return "the search was ended before the first candidate's turn" if cut else _before_the_first(record)
