@@ -24,7 +24,7 @@ from saturate.inference.limits import over_limit, surely_over_limit
 from saturate.inference.scores import Scores
 from saturate.inference.search import Search, Tried
 from saturate.measure.race import Limits
-from saturate.records.inference import LEFT_OUT, ModelFacts, Timing
+from saturate.records.inference import LEFT_OUT, NO_CHECK, ModelFacts, Timing
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
 
 
@@ -225,6 +225,12 @@ def test_what_the_user_left_out_was_not_tried_which_does_not_say_that_it_does_no
     found = plan.pool(registry(RUN, OTHER, technique("third", refuse="it needs CUDA")), ModelFacts(), check=True, skip=("other",))
     assert [(row.id, row.fate, row.reason) for row in result.refused(found)] == [
         ("other", "not_tried", LEFT_OUT), ("third", "not_applicable", "it needs CUDA")]
+
+
+def test_what_needs_a_check_applies_and_was_not_tried_without_one() -> None:
+    found = plan.pool(registry(RUN, BF16, technique("third", numerics="precision", refuse="it needs CUDA")), ModelFacts(), check=False)
+    assert [(row.id, row.fate, row.reason) for row in result.refused(found)] == [
+        ("bf16", "not_tried", NO_CHECK), ("third", "not_applicable", "it needs CUDA")]
 
 
 def test_switches_that_help_are_combined_and_others_are_not() -> None:
@@ -612,7 +618,10 @@ def test_memory_that_nobody_knows_wins_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 def test_memory_is_that_of_the_artifact_and_not_of_its_exporter() -> None:
     limits = {"peak_memory_gb": 0.5}
-    assert fates(walk(World({"run": 0.5}), RUN, limits=limits)) == {"run": "over_limit"}, "nothing else is known"
+    search = walk(world := World({"run": 0.5}), RUN, limits=limits)
+    assert fates(search) == {"run": "dominated"}, "what exporting took refuses nobody, where the artifact could not be measured"
+    assert confirm.champion(search, world, time.monotonic() + 60)[0] is None and fates(search) == {"run": "over_limit"}, "and nobody is let through"
+    assert fates(walk(World({"run": 0.5}, served=int(6e8)), RUN, limits=limits)) == {"run": "over_limit"}
     search = walk(World({"run": 0.5}, served=int(4e8)), RUN, limits=limits)
     assert fates(search) == {"run": "dominated"} and search.best().peak_memory_bytes == 4e8       # type: ignore[union-attr]
     search = walk(World({"run": 0.5}, served=int(4e8)), RUN, objective="memory")
