@@ -58,6 +58,23 @@ def test_what_was_found_may_be_prepared_again_although_the_time_is_over(tmp_path
     assert allowed == [240.0, module.LOAD_S, 30.0, module.LOAD_S]
 
 
+@pytest.mark.parametrize(("model_s", "left_s", "allowed_s"), [(5.0, 60, 30), (15.0, 95, 90), (20.0, 50, 50), (20.0, -5, 30), (20.0, 1000, 300), (100.0, 1000, 600)])
+def test_what_a_candidate_may_take_to_prepare_follows_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_s: float, left_s: float,
+                                                                  allowed_s: float) -> None:
+    """On a busy machine, where importing torch alone takes ten seconds, half a minute ended most candidates."""
+    allowed: list[float] = []
+
+    def start(*given: Any, prepare_s: float, **more: Any) -> Any:
+        allowed.append(prepare_s)
+        return SimpleNamespace(ready=SimpleNamespace(prepare_s=0.9 * model_s, first_call_s=0.1 * model_s))
+
+    monkeypatch.setattr(module, "Worker", start)
+    lab = Lab(None, tmp_path, 1, time.monotonic() + left_s)         # type: ignore[arg-type]
+    lab.baseline()
+    lab.start(Candidate())
+    assert allowed[1] == pytest.approx(allowed_s, abs=0.5)
+
+
 def test_the_model_itself_may_take_all_the_time_that_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow machine or a large model is no model that does not run."""
     allowed: list[float] = []

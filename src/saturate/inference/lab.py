@@ -30,9 +30,14 @@ from saturate.inference.source import Source
 from saturate.inference.tried import Tried
 from saturate.records.inference import ModelFacts
 
-#: A candidate may take so long to prepare, as a share of the time that is left; compilers hang.
+#: A candidate may take so long to prepare, as a share of the time that is left; compilers hang. At least so many seconds, which suffice on a
+#: quiet machine...
 PREPARE_SHARE = 0.3
 _LEAST_PREPARE_S = 30.0
+
+#: ... and on one that is slow or busy so many times as long as the model's own first process took, which imports torch and exports the
+#: model: that shows how slow it is.
+OF_BASELINE = 6.0
 
 #: What was prepared once may take so many times as long when it is prepared again, to be stored.
 AGAIN = 4.0
@@ -130,8 +135,12 @@ class Lab:
     def _worker(self, what: Candidate | Path, least_s: float = 0.0) -> Worker:
         """`least_s`: it may take so long to prepare, whatever time is left: what was found must not be lost at the end."""
         return Worker(self.source, what, folder=self.folder / "processes", threads=self.threads, memory_bytes=self.memory_bytes,
-                      prepare_s=max(_LEAST_PREPARE_S, least_s, PREPARE_SHARE * self._left_s()), deadline_s=self.deadline_s,
-                      facts=self.facts)
+                      prepare_s=max(least_s, self._prepare_s()), deadline_s=self.deadline_s, facts=self.facts)
+
+    def _prepare_s(self) -> float:
+        """What preparing a candidate may take. Only the least that all have leads beyond the end of the time."""
+        left_s = self._left_s()
+        return max(_LEAST_PREPARE_S, PREPARE_SHARE * left_s, min(left_s, OF_BASELINE * self._prepared_s))
 
     def _left_s(self) -> float:
         return max(0.0, self.deadline_s - time.monotonic())
@@ -163,7 +172,7 @@ class Lab:
         quantizing leave behind in a process is no part of what will be deployed."""
         folder = None
         try:
-            folder = self._stored(worker, found, max(_LEAST_PREPARE_S, PREPARE_SHARE * self._left_s()))
+            folder = self._stored(worker, found, self._prepare_s())
             return _serving_bytes(self._worker(folder))
         except (NotDeployable, WorkerFailed):
             return None
@@ -371,7 +380,7 @@ def of_the_machine(message: str) -> Iterator[None]:
         if isinstance(error, WorkerFailed) and error.kind != "disk_full":
             raise
         raise EnvironmentProblem(message, cause=str(error), remedy="free some space, or choose another folder with workdir (--workdir "
-                                 "DIR), and give the same command again: it goes on from here") from error
+                                 "DIR), and give the same command again: with its workdir it goes on from here") from error
 
 
 def _on_cpu(answer: Any) -> list[Any]:
