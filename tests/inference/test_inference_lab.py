@@ -466,3 +466,4 @@ def test_of_an_interrupted_search_no_artifact_stays_but_the_one_that_is_named(tm
     with pytest.raises(KeyboardInterrupt), ended.told():
         raise KeyboardInterrupt
     assert {path.name for path in tmp_path.iterdir()} == ({"earlier", "2"} if stored else {"earlier"})
+    assert ended.notes == [f"interrupted: the same call with workdir={str(tmp_path)!r} goes on from here"], "without a workdir it has a name that nobody knows"

@@ -19,7 +19,7 @@ import generation_models as toys  # noqa: E402
 import saturate  # noqa: E402
 from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError  # noqa: E402
 from saturate.inference import artifact as stored_artifact  # noqa: E402
-from saturate.inference import lines  # noqa: E402
+from saturate.inference import folders, lines  # noqa: E402
 from saturate.inference.generation import LOOKUP, artifact, host, optimize, safetensors  # noqa: E402
 from saturate.inference.generation.decode import Request  # noqa: E402
 from saturate.inference.generation.recipe import MODEL, Given, Recipe  # noqa: E402
@@ -369,7 +369,7 @@ def test_where_temporary_files_find_no_room_that_place_is_named(tmp_path, monkey
     def full(*given, **more):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for owner, name in ((artifact.safetensors, "write"), (stored_artifact.examples, "write"), (tempfile, "TemporaryDirectory")):
+    for owner, name in ((artifact.safetensors, "write"), (stored_artifact.examples, "write"), (folders, "_new")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, full)
             with pytest.raises(EnvironmentProblem) as raised:
