@@ -596,6 +596,9 @@ def test_limits_and_time() -> None:
     assert over_limit(*seen, {"p99_ms": 3.0, "peak_memory_gb": 5.0}) is None
     assert "peak_memory_gb is 5" in (over_limit(*seen, {"peak_memory_gb": 4.9}) or "")
     assert "peak_memory_gb is not known" in (over_limit(seen[0], None, {"peak_memory_gb": 4.9}) or ""), "and not nothing"
+    said = [over_limit(Timing(p50=1, p90=2, p99=p99, calls=4), None, {"p99_ms": 15.0}) for p99 in (15.04, 15.0000000004, math.nextafter(15, 16), 15.0, 16.04)]
+    assert said == [*(f"p99_ms is {text}, at most 15 was asked for" for text in ("15.04", "15.0000000004", "15.000000000000002")), None,
+                    "p99_ms is 16, at most 15 was asked for"]
 
 
 @pytest.mark.parametrize(("name", "slow", "refused"), [("p99_ms", 1, False), ("p99_ms", 2, True), ("p90_ms", 4, False), ("p90_ms", 5, True),

@@ -47,10 +47,11 @@ def _named(result: Path) -> set[str] | None:
 
 
 def _confirmed(path: Path) -> bool:
+    """Whether it was a result, or nobody can tell: another version may have made it."""
     try:
         return artifact.read(path).scores is not None
     except SaturateError:
-        return False
+        return True
 
 
 def clear_forsaken(parent: Path, prefix: str) -> None:

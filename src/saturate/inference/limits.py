@@ -30,7 +30,8 @@ def over_limit(timing: Timing | None, memory_bytes: int | None, limits: Mapping[
         else:                               # p50_ms, p90_ms, p99_ms
             have = getattr(timing, name.removesuffix("_ms")) if timing else math.inf
         if have > most:
-            return f"{name} is {have:.3g}, at most {most:g} was asked for"
+            shown = next(text for digits in (3, 6, 17) if float(text := f"{have:.{digits}g}") > most)     # not "is 15, at most 15"
+            return f"{name} is {shown}, at most {most:g} was asked for"
     return None
 
 
