@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from saturate.checkpoints import durable
 from saturate.errors import ArtifactDamaged
 from saturate.inference import leftovers
 from saturate.inference import source as sources
@@ -26,7 +27,7 @@ def search(folder: Path, *files: str, result: dict[str, object] | None = None) -
 
 
 def test_copies_of_the_model_and_artifacts_that_are_no_result_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search that was killed while it confirmed left an artifact for each contender, and a model for each batch size, for good."""
+    """A search that was killed while it wrote left half a model, one while it confirmed an artifact for each contender, for good."""
     def read(path: Path) -> SimpleNamespace:
         if path.name == "5":
             raise ArtifactDamaged("of another version")
@@ -35,7 +36,8 @@ def test_copies_of_the_model_and_artifacts_that_are_no_result_go(tmp_path: Path,
     monkeypatch.setattr(leftovers.artifact, "read", read)
     result = {"artifact": None, "unconfirmed": {"artifact": "/where/it/was/artifacts/2"}, "candidates": []}
     programs = [f"artifacts/{number}/model.onnx" for number in range(1, 6)]
-    folder = search(tmp_path, "program/model.onnx", "sources/baseline-8/model.pt", "artifacts/mine/model.onnx", "candidates.jsonl", *programs, result=result)
+    folder = search(tmp_path, "program/model.onnx", "sources/baseline-8/model.pt", "artifacts/mine/model.onnx", "candidates.jsonl", *programs,
+                    f"source/{durable.TEMPORARY}0123", f"{durable.TEMPORARY}4567", result=result)
     leftovers.clear_away(folder)
     kept = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert kept == {"lock", "source/model.pt", "processes/process-0123abcd/output.log", "candidates.jsonl", "result.json", "artifacts/2/model.onnx",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from saturate.checkpoints import durable
 from saturate.errors import SaturateError
 from saturate.inference import artifact, process
 from saturate.trial.lock import FolderLock
@@ -24,9 +25,12 @@ class _Result(_Stored):
 
 
 def clear_away(folder: Path) -> None:
-    """Remove programs and copies of the model that no search needs any more, and artifacts that never were a result. Hold the folder's
-    lock. What was found, logs and results stay."""
+    """Remove programs and copies of the model that no search needs any more, files that were being written, and artifacts that never were
+    a result. Hold the folder's lock. What was found, logs and results stay."""
     process.clear_away(folder / "processes")
+    for place in (folder, folder / "source"):
+        with contextlib.suppress(OSError):
+            durable.remove_litter(str(place))
     for name in ("program", "sources"):
         shutil.rmtree(folder / name, ignore_errors=True)
     named = _named(folder / "result.json")

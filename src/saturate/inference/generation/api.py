@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.errors import EnvironmentProblem, UsageError
-from saturate.inference import folders, source
+from saturate.inference import folders, leftovers, source
 from saturate.inference.accuracy import Budget, refuse_other
 from saturate.inference.api import memory_limit, running_model, seconds_of
 from saturate.inference.generation import artifact, conclusion, remembered
@@ -27,7 +27,6 @@ from saturate.inference.generation.search import KINDS, PLAIN, Search
 from saturate.inference.journal import Journal, rests
 from saturate.inference.modes import evaluating
 from saturate.inference.phases import Phases
-from saturate.inference.process import clear_away
 from saturate.inference.wrapped import unwrapped
 from saturate.records.generation import GenerationRecord
 from saturate.trial.lock import FolderLock
@@ -274,7 +273,7 @@ def _folder(workdir: str | os.PathLike[str] | None, isolate: bool) -> Iterator[P
     if workdir is not None:
         folder = folders.workplace(Path(workdir))
         with FolderLock(folder, "workdir"):
-            clear_away(folder / "processes")
+            leftovers.clear_away(folder)
             try:
                 yield folder
             finally:
