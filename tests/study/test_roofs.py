@@ -6,13 +6,16 @@ import pytest
 
 pytest.importorskip("numpy")
 
-from saturate.records.analysis import Analysis
+from saturate.records.analysis import Analysis, Integrity
 from saturate.records.facts import Facts
 from saturate.records.observations import Observations
 from saturate.study import diagnose, profile
 from saturate.study.seen import Seen
 
 REACHED = {"float32": 2e11, "bfloat16": 9e11, "copy": 4e10, "unknown": {}}
+
+#: Of a trace that nothing was found in.
+NOTHING = Analysis(devices=[], integrity=Integrity(ok=True, problems=[]), verdict="unknown", findings=[])
 
 
 def test_what_a_process_reached_is_its_roof():
@@ -36,4 +39,4 @@ def test_without_the_shorter_format_there_is_that_of_the_longer():
 def test_the_rules_are_told_what_bf16_reaches_here(rates, ratio):
     """A CPU's flags said that it multiplies bf16, and it did at half the rate of fp32: the finding had one turn wasted on it."""
     seen = Seen(Facts(device="cpu"), step_ns=[10_000_000], ceilings=profile._roofs(Facts(device="cpu"), rates))
-    assert diagnose.observe(seen, Analysis(), Observations(), {}, str).bf16_rate == ratio
+    assert diagnose.observe(seen, NOTHING, Observations(), {}, str).bf16_rate == ratio
