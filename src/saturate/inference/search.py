@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from saturate.errors import EnvironmentProblem
-from saturate.inference import guards, order, plan, play_off, racing
+from saturate.inference import guards, order, plan, racing
 from saturate.inference.accuracy import Judgement
 from saturate.inference.candidates import Candidate
 from saturate.inference.failures import CheckFailed, WorkerFailed
@@ -126,6 +126,8 @@ class Search:
                 self._lane.worker.close()
 
     def _run(self) -> None:
+        from saturate.inference import play_off
+
         try:
             self._lane = racing.Lane.of(self._lane.worker)
             self._lane.run()
