@@ -13,6 +13,7 @@ import pytest
 
 from saturate.cli import main
 from saturate.cli import tune as verb
+from saturate.records import recipe as recipes
 from saturate.records.result import SCHEMA, TuneResult
 from saturate.study import tune
 
@@ -63,6 +64,7 @@ def test_the_object_of_a_tune_that_could_not_begin_is_like_any_other(monkeypatch
     assert main.main(["tune", "--json", "--", "true", bad]) == 3
     shown = json.loads(capsys.readouterr().out)
     assert shown["command"] == ["true", "caf?"]
+    assert recipes.read(shown["recipe"]) == recipes.Recipe(), "it always names a recipe that exists"
     assert msgspec.to_builtins(msgspec.convert(shown, TuneResult)) == shown and shown["schema"] == SCHEMA
 
 

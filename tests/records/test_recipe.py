@@ -32,6 +32,7 @@ def test_round_trip():
 
 
 def test_an_empty_file_is_a_recipe_that_changes_nothing():
+    assert recipes.read(os.devnull) == Recipe(), "the recipe of a tune that could not begin"
     for text in ("", "\n", "# only a comment\n", "\ufeff"):
         assert recipes.loads(text) == Recipe()
     assert recipes.loads(recipes.dumps(Recipe())) == Recipe()

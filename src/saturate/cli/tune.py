@@ -7,6 +7,7 @@ trackers are offline, and nothing outside the study folder changes.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,11 +90,12 @@ def _stands(result: TuneResult) -> str:
 
 
 def _nothing(command: list[str], reason: str) -> dict[str, Any]:
-    """The object for a tune that could not even begin: that of a `TuneResult`, which needs a library that may be what is missing."""
+    """The object for a tune that could not even begin: that of a `TuneResult`, which needs a library that may be what is missing. There
+    may be no folder for a recipe, or it is another study's: its recipe is an empty file that is there on every machine."""
     unknown = dict.fromkeys((
         "speedup", "speedup_ci", "verified", "noise_floor", "break_even_steps", "peak_bytes", "baseline_peak_bytes", "limit_bytes", "fits"))
     no_step = dict.fromkeys(("step_ms", "startup_s", "warmup_s", "compile_s", "recompiles"))
     return {
         "schema": 1, "run": "", "command": command, "baseline": no_step, "tuned": no_step, "verdict": "inconclusive",
-        "verified_reason": reason, "break_even_reason": reason, "techniques": [], "recipe": "", "report": "", **unknown,
+        "verified_reason": reason, "break_even_reason": reason, "techniques": [], "recipe": os.devnull, "report": "", **unknown,
     }

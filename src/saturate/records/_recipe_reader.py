@@ -25,6 +25,9 @@ _DEPTH = 8
 _DOTS = 64
 _VALIDATE = "saturate recipe validate FILE lists everything that is wrong"
 
+#: /dev/null, which whoever reads it finds an empty file: the recipe of a `tune` that could not begin.
+_NULL = os.makedev(1, 3)
+
 
 class Unreadable(Exception):
     """The file is not TOML that can be looked into; carries the one problem."""
@@ -61,7 +64,8 @@ def text_of(path: str | os.PathLike[str]) -> str:
             f"cannot open the recipe {clip(repr(name), 200)}: {reason}", remedy="check the path; saturate tune writes a recipe",
         ) from None
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        seen = os.fstat(descriptor)
+        if not stat.S_ISREG(seen.st_mode) and seen.st_rdev != _NULL:
             raise RecipeError(f"{name} is not a regular file", remedy="give the path of a recipe, a TOML file")
         with open(descriptor, "rb", closefd=False) as file:
             data = file.read(LIMIT_BYTES + 1)

@@ -59,8 +59,8 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     break_even_steps: int | None                # None: never, nothing kept, or not known; see break_even_reason
     break_even_reason: str = ""
     techniques: list[TechniqueOutcome]
-    recipe: str                                 # path
-    report: str                                 # path
+    recipe: str                                 # path; where no study could begin, that of an empty file (/dev/null)
+    report: str                                 # path; "" where no study could begin
     peak_bytes: int | None = None               # the most that the final set needed; None: not measured
     baseline_peak_bytes: int | None = None
     limit_bytes: int | None = None              # of `tune --fit`
