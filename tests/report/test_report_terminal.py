@@ -118,12 +118,14 @@ def test_every_outcome_has_its_own_first_and_last_line(name, first, last):
 
 def test_a_budget_that_ended_before_anything_was_tried_says_nothing_of_verification():
     record = studies.failed_baseline()
-    reason = f"{words.OUT_OF_BUDGET}75 s ended before anything could be timed: starting took 97 s; give it --budget 7m"
-    late = msgspec.structs.replace(record, result=msgspec.structs.replace(record.result, verified_reason=reason))
+    reason = "the budget of 75 s ended before anything could be timed: starting took 97 s; give it --budget 7m"
+    late = msgspec.structs.replace(record, result=msgspec.structs.replace(record.result, verified_reason=reason), out_of_time=True)
     lines = plain(late).split("\n")
     assert lines[0].startswith("Undecided within the budget") and "--budget 7m" in " ".join(lines) and "tune" in lines[-1]
     page = html.render(late)
     assert "give it --budget 7m. </p>" in page and "Cannot verify" not in page
+    untold = msgspec.structs.replace(late, out_of_time=False)
+    assert plain(untold).startswith("Cannot verify"), "the record says it, not how a reason begins"
 
 
 def test_the_next_command_keeps_what_its_quotes_hold():

@@ -84,9 +84,10 @@ def test_a_verification_run_that_cannot_end_in_time_is_not_begun(monkeypatch, us
     runs = []
     store = SimpleNamespace(answer={"informative": known}.get, add_seconds=lambda phase, seconds: None)
     study = SimpleNamespace(request=SimpleNamespace(budget_s=30.0), store=store, started=100.0, say=lambda line: None, needs_budget="",
-                            refusal=None, baseline={"step_ms": step_ms, "startup_s": 3.0})
+                            out_of_time=False, refusal=None, baseline={"step_ms": step_ms, "startup_s": 3.0})
     found = tune._is_measurable(study, SimpleNamespace(check_baseline=lambda: runs.append("run"), note=None), None, (), end=130.0)
     assert found is asked is bool(runs) and study.needs_budget == needs
+    assert study.out_of_time is (not asked and 52 * step_ms < 30e3), "steps that no such budget holds are another refusal"
     assert asked or f"give it --budget {needs}" in study.refusal
 
 
@@ -102,9 +103,10 @@ def test_a_verification_run_that_cannot_end_in_time_is_not_begun(monkeypatch, us
 ])
 def test_no_pair_is_begun_behind_which_nothing_can_be_tried_in_time(monkeypatch, budget_s, used_s, start_s, step_ms, run_s, needs):
     monkeypatch.setattr(deadline.time, "monotonic", lambda: 100.0 + used_s)
-    study = SimpleNamespace(request=SimpleNamespace(budget_s=budget_s), started=100.0, needs_budget="", baseline={"step_ms": step_ms, "startup_s": start_s})
+    study = SimpleNamespace(request=SimpleNamespace(budget_s=budget_s), started=100.0, needs_budget="", out_of_time=False,
+                            baseline={"step_ms": step_ms, "startup_s": start_s})
     refusal = deadline.out_of_time(study, 100.0 + budget_s, run_s)
-    assert study.needs_budget == needs and bool(refusal) is bool(needs)
+    assert study.needs_budget == needs and bool(refusal) is study.out_of_time is bool(needs)
     assert not needs or f"give it --budget {needs}" in refusal and ("ends before anything can be tried" in refusal) is (used_s < budget_s)
 
 

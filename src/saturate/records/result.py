@@ -150,4 +150,5 @@ class StudyRecord(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     findings: list[Finding] = []                # what a brief profile of the baseline diagnosed; it steered the search
     titles: dict[str, str] = {}                 # technique id -> title
+    out_of_time: bool = False                   # the budget ended before anything was tried: nobody knows whether that could be verified
     options: list[str] = []                     # of the command line, those that ask the same question again; a --budget that would do

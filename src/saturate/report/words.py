@@ -150,9 +150,6 @@ NOISE = 0.04
 
 FINAL_RACE = "final"
 
-#: How a reason begins where the budget was too short to try anything.
-OUT_OF_BUDGET = "the budget of "
-
 #: Of a `tune` without --budget.
 USUAL_BUDGET_S = 600.0
 
@@ -178,7 +175,7 @@ def _kind(record: StudyRecord) -> Kind:
     if result.verdict == "slower":
         return "slower"
     finished = result.speedup_ci is not None
-    if _out_of_budget(record):
+    if record.out_of_time:
         return "inconclusive"
     # Where nothing was raced, or the final race had one pair, time was short, however much the baseline differs from itself.
     noisy = not _one_pair(record) and (finished or _anything_raced(record)) and result.noise_floor is not None and result.noise_floor >= record.threshold * (
@@ -188,11 +185,6 @@ def _kind(record: StudyRecord) -> Kind:
     if result.verified is None and result.verified_reason and not (noisy and undecided):
         return "cannot_verify"
     return "noisy" if noisy else "inconclusive"
-
-
-def _out_of_budget(record: StudyRecord) -> bool:
-    """Whether it ended before anything was tried: then nobody knows whether that could be verified."""
-    return record.result.verified is None and record.result.verified_reason.startswith(OUT_OF_BUDGET)
 
 
 def _half_width(record: StudyRecord) -> float:
@@ -258,7 +250,7 @@ def headline(record: StudyRecord, times: str = "x") -> Headline:
         return Headline(kind, "Too noisy to decide", raced, floor)
     if result.speedup_ci is None:       # nothing came as far as a final race
         why = _NONE_HELPS if _anything_tried(record) else _NO_TURN
-        if _out_of_budget(record) or not any(outcome.fate == "not_tried" for outcome in result.techniques):
+        if record.out_of_time or not any(outcome.fate == "not_tried" for outcome in result.techniques):
             why = reason
         unmeasured = next((f"{o.id}: {o.reason}" for o in result.techniques if o.fate == "inconclusive" and o.reason), "")
         return Headline(kind, "Undecided within the budget", raced, best_tried(record, ("inconclusive",)) or unmeasured or why)

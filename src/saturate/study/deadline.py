@@ -6,7 +6,6 @@ import math
 import time
 
 from saturate.measure import stationary
-from saturate.report.words import OUT_OF_BUDGET
 from saturate.study.race_pair import LEAST_ROUNDS
 from saturate.study.racing import Result
 from saturate.study.state import Study
@@ -24,8 +23,8 @@ LONGER = 2
 
 
 def too_late(study: Study, end: float) -> str | None:
-    """Why the first verification run is not begun, or None: its updates alone do not end within the budget. `study` then knows the
-    budget that would do."""
+    """Why the first verification run is not begun, or None: its updates alone do not end within the budget. `study` then knows that,
+    and the budget that would do."""
     if study.store.answer("informative") is not None:       # a resumed study has made it
         return None
     step_ms, now = study.baseline["step_ms"], time.monotonic()
@@ -33,27 +32,27 @@ def too_late(study: Study, end: float) -> str | None:
     if now + updates_s < end:
         return None
     run_s = study.baseline["startup_s"] + updates_s
-    study.needs_budget = budget_needed(step_ms, NEEDED * (now - study.started + run_s))
+    study.out_of_time, study.needs_budget = True, budget_needed(step_ms, NEEDED * (now - study.started + run_s))
     left_s = max(0.0, end - now)
-    return (f"{OUT_OF_BUDGET}{study.request.budget_s:.0f} s ends before anything can be timed: {left_s:.0f} s are left, and the first "
+    return (f"the budget of {study.request.budget_s:.0f} s ends before anything can be timed: {left_s:.0f} s are left, and the first "
             f"verification run takes about {run_s:.0f} s; give it --budget {study.needs_budget}, or a smaller configuration")
 
 
 def out_of_time(study: Study, end: float, run_s: float | None = None) -> str | None:
     """Why nothing can be tried within the budget, or None: starting and one verification run have used it up, or leave less than the
     baseline against itself and one technique surely take. `run_s`: how long that run took; None in a resumed study, which had it before
-    and may know the noise as well. `study` then knows the budget that would do."""
+    and may know the noise as well. `study` then knows that, and the budget that would do."""
     now, budget_s = time.monotonic(), study.request.budget_s
     least_s = 0.0 if run_s is None else _least_s(study, run_s)
     if now < end and now + least_s <= end + max(SLACK_SHARE * budget_s, LEAST_SLACK_S):
         return None
     spent_s = now - study.started
-    study.needs_budget = f"{math.ceil(NEEDED * spent_s / 60)}m"
+    study.out_of_time, study.needs_budget = True, f"{math.ceil(NEEDED * spent_s / 60)}m"
     why = f"starting and the first verification run took {spent_s:.0f} s"
     if now < end:
         why += f", and the baseline against itself and one technique take another {least_s:.0f} s at least"
     what = "ended before anything could be timed" if now >= end else "ends before anything can be tried"
-    return f"{OUT_OF_BUDGET}{budget_s:.0f} s {what}: {why}; give it --budget {study.needs_budget}, or a smaller configuration"
+    return f"the budget of {budget_s:.0f} s {what}: {why}; give it --budget {study.needs_budget}, or a smaller configuration"
 
 
 def _least_s(study: Study, run_s: float) -> float:

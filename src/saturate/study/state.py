@@ -124,6 +124,7 @@ class Study:
     final: Result | None = None
     tuned: dict[str, Any] = field(default_factory=dict)
     needs_budget: str = ""              # "27m": the --budget that would do, where this one is too short for anything
+    out_of_time: bool = False           # ... and that is the refusal
     refusal: str | None = None          # why nothing can be measured or verified; the verdict is then inconclusive
     refused: str = ""                   # the kind of outcome behind it, of which `saturate explain` says more
     deviated: str = ""                  # how the final set, which had verified, trained otherwise in its last race

@@ -61,6 +61,7 @@ def record_of(study: Study) -> StudyRecord:
         threshold=racer.threshold if racer else study.request.threshold,
         budget_s=study.request.budget_s,
         findings=study.findings,
+        out_of_time=study.out_of_time and study.error is None,
         titles={identity: module.TECHNIQUE.title for identity, module in study.registry.items()},
         options=[*study.request.options(), *(["--budget", study.needs_budget] if study.needs_budget else [])],
     )

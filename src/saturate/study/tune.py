@@ -221,7 +221,7 @@ def _measure(study: Study, bench: Bench) -> None:
             verifier.reference = bench.reference = search.base
             if not _is_measurable(study, verifier, racer, search.base, end):
                 study.notes.append(f"nothing was added to what was needed to fit: {study.refusal}")
-                study.refusal = None
+                study.refusal, study.out_of_time = None, False
                 return
         with _phase(study, "search"):
             study.say("search:")
