@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import types
 from typing import Any
 
@@ -35,6 +36,15 @@ def test_ceilings_are_measured_and_leave_the_random_numbers_alone(script, start)
     assert torch.equal(state, torch.get_rng_state())
     assert rates.pop("unknown") == {} and set(rates) == {"float32", "bfloat16", "copy"}
     assert all(rate > 1e8 for rate in rates.values())
+
+
+def test_a_script_that_stops_its_own_clock_is_not_measured_for_ever(monkeypatch):
+    """As a library that freezes time does. The study ended: the command was hung."""
+    from saturate.agent import ceilings
+
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    runs = iter(range(10**6))       # by the script's clock, it would want one more
+    assert 0 < ceilings._seconds(None, "cpu", lambda: next(runs), budget=1e-3) < 1
 
 
 GIB = 1 << 30

@@ -216,11 +216,11 @@ def _launch_ns(torch: Any, device: str) -> float:
     best = float("inf")
     for _ in range(5):
         _wait(torch, device)
-        began = time.perf_counter()
+        began = _clock()
         for _ in range(_LAUNCHES):
             one.add_(1.0)
         _wait(torch, device)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, _clock() - began)
     return best / _LAUNCHES * 1e9
 
 
@@ -230,20 +230,25 @@ def _seconds(torch: Any, device: str, action: Any, budget: float = _SECONDS) -> 
     Runs too short for a clock, or for a launch, are timed several at a time.
     """
     best = float("inf")
-    end = time.perf_counter() + budget
+    end = _clock() + budget
     runs = 0
     batch = 1
-    while runs < 3 or time.perf_counter() < end:
-        began = time.perf_counter()
+    while runs < 3 or _clock() < end:
+        began = _clock()
         for _ in range(batch):
             action()
         _wait(torch, device)
-        took = time.perf_counter() - began
+        took = _clock() - began
         best = min(best, took / batch)
         runs += 1
         if took < 5e-4 and batch < 256:
             batch *= 4
     return best
+
+
+def _clock() -> float:
+    """Seconds by the kernel: a script may have put a clock of its own, even one that stands still, in the place of `time.perf_counter`."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 def _wait(torch: Any, device: str) -> None:
