@@ -120,10 +120,13 @@ def test_the_run_folder_is_real_and_other_trials_are_hidden(world, mode):
     (world["work"] / ".saturate" / "runs" / "other" / "ckpt.pt").write_text("other")
     target = world["work"] / ".saturate" / "runs" / "one" / "result"
     code = script(world["work"], "train.py", f"""
-        import os
+        import glob, os, shutil, sys
         open({str(target)!r}, "w").write("real")
-        if {mode == "overlay"}:
-            assert [f for _, _, fs in os.walk(".") for f in fs if f.endswith(".pt")] == []
+        open("mine.pt", "w").write("mine")
+        assert [f for _, _, fs in os.walk(".") for f in fs if f.endswith(".pt")] == ["mine.pt"]
+        assert not os.path.exists({str(target.parents[1] / "other")!r}) and sorted(os.listdir(".saturate/runs")) == ["one"]
+        shutil.copytree(".", "../copy", ignore=lambda folder, names: ["..."] if len(folder) < 500 else sys.exit("its own copies are copied"))
+        assert glob.glob("../copy/**/*.pt", recursive=True, include_hidden=True) == ["../copy/mine.pt"]
     """)
     _, done = run(world, mode, "one", code)
     assert done.returncode == 0, done.stderr

@@ -30,16 +30,18 @@ _shadow: Shadow | None = None
 
 def install_from_plan(redirect: dict[str, Any]) -> None:
     """`install` with what `CagePlan.redirect` gave to the launcher."""
-    install(redirect["root"], redirect["allowed"])
+    install(redirect["root"], redirect["allowed"], redirect.get("study", ""))
     scratch, given = redirect.get("scratch"), os.path.realpath(os.environ.get("TMPDIR") or "/tmp")
     if scratch and _shadow is not None and not _shadow.allows(given):       # as behind `env -i`
         os.environ["TMPDIR"] = scratch
 
 
-def install(root: str | os.PathLike[str], allowed: list[Any]) -> Callable[[], None]:
-    """Redirect from now on: writes under one of `allowed` are real, all others go to `root`. Returns how to undo it."""
+def install(root: str | os.PathLike[str], allowed: list[Any], study: str = "") -> Callable[[], None]:
+    """Redirect from now on: writes under one of `allowed` are real, all others go to `root`; of `study`, a folder, only those show.
+    Returns how to undo it."""
     global _shadow
-    shadow = _shadow = Shadow(os.path.realpath(root), [os.path.realpath(path) for path in allowed])
+    shadow = _shadow = Shadow(os.path.realpath(root), [os.path.realpath(path) for path in allowed],
+                              study and os.path.realpath(study))
     os.makedirs(shadow.root, exist_ok=True)
     patches = _Patches(shadow)
     replaced = patches.table()
@@ -203,7 +205,7 @@ class _Patches:
     def scandir(self, path: Any = ".") -> Any:
         path, shadow = "." if path is None else path, self.shadow
         place = shadow.of_handle(path) if isinstance(path, int) else self.path(path)
-        if shadow.find(place) == place and shadow.reached(path, place):
+        if shadow.find(place) == place and not shadow.holds_hidden(place) and shadow.reached(path, place):
             return ORIGINAL["scandir"](path)    # untouched: the entries need no second look
         place, names = self._names(path)
         folder = place if isinstance(path, int) else os.fspath(path)

@@ -42,8 +42,12 @@ def error(number: int, path: str) -> OSError:
     return OSError(number, os.strerror(number), path)
 
 
+def _inside(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + "/")
+
+
 def _in_shm(path: str) -> bool:
-    return path == _SHM or path.startswith(_SHM + "/")
+    return _inside(path, _SHM)
 
 
 def _exists(path: str) -> os.stat_result | None:
@@ -56,9 +60,10 @@ def _exists(path: str) -> os.stat_result | None:
 class Shadow:
     """The view. Paths are absolute; methods marked canonical want the result of `canonical`."""
 
-    def __init__(self, root: str, allowed: list[str]):
+    def __init__(self, root: str, allowed: list[str], study: str = ""):
         self.root = root.rstrip("/")
         self.allowed = tuple(folder.rstrip("/") for folder in allowed if folder)
+        self.study = study.rstrip("/") or self.root
         self._folders: dict[str, str] = {}      # folder as written -> canonical
 
     def logical(self, path: str) -> str:
@@ -132,12 +137,21 @@ class Shadow:
         """A folder may have become a link, or a link a folder."""
         self._folders.clear()
 
+    def hides(self, path: str) -> bool:
+        """Canonical: whether what is really there is the study's own. A script that copies its folder, the trial's copies among it, would
+        never be done, and one that looks for its newest checkpoint would find another trial's."""
+        if not _inside(path, self.study) or path == self.study:
+            return path == self.root
+        return not self.allows(path) and not any(_inside(folder, path) for folder in self.allowed)
+
     def allows(self, path: str) -> bool:
         """Canonical: whether writes there are real."""
+        if _inside(path, self.root):
+            return False
         if not _in_shm(path):
-            return any(path == folder or path.startswith(folder + "/") for folder in self.allowed)
+            return any(_inside(path, folder) for folder in self.allowed)
         # /dev is devices, and they are real; but this is a place that keeps data.
-        return any(path == folder or path.startswith(folder + "/") for folder in self.allowed if _in_shm(folder)) or (
+        return any(_inside(path, folder) for folder in self.allowed if _in_shm(folder)) or (
             _SEGMENT.match(path, len(_SHM) + 1) is not None)
 
     def find(self, path: str) -> str | None:
@@ -148,7 +162,7 @@ class Shadow:
         try:
             seen = _lstat(there)
         except FileNotFoundError:
-            return path
+            return None if self.hides(path) else path
         except NotADirectoryError:
             return None
         return None if seen.st_mode == _WHITEOUT_MODE else there
@@ -169,12 +183,20 @@ class Shadow:
         """Canonical: the names in a folder of the view."""
         at = self.get(path)
         if at == path:
-            return _listdir(path)
+            return self._really_in(path)
         names = {name: self.root + path + "/" + name for name in _listdir(at)}
         real = _exists(path)
-        below = set(_listdir(path)) if real is not None and stat.S_ISDIR(real.st_mode) else set()
+        below = set(self._really_in(path)) if real is not None and stat.S_ISDIR(real.st_mode) else set()
         gone = {name for name, there in names.items() if (e := _exists(there)) and e.st_mode == _WHITEOUT_MODE}
         return sorted((below | set(names)) - gone)
+
+    def holds_hidden(self, path: str) -> bool:
+        """Canonical: whether some of what really lies in this folder is hidden."""
+        return _inside(path, self.study) or path == self.root.rpartition("/")[0]
+
+    def _really_in(self, path: str) -> list[str]:
+        names = _listdir(path)
+        return [name for name in names if not self.hides(f"{path}/{name}")] if self.holds_hidden(path) else names
 
     # Changes -----------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,13 @@ class CagePlan(NamedTuple):
         """What the agent needs for interception; None in mode "overlay"."""
         if self.mode != "intercept":
             return None
-        return {"root": os.path.join(self.run_dir, SHADOW), "allowed": list(really_writable(self)), "scratch": self.scratch}
+        return {"root": os.path.join(self.run_dir, SHADOW), "allowed": list(really_writable(self)), "scratch": self.scratch,
+                "study": self.study_dir if self.hides_study else ""}
+
+    @property
+    def hides_study(self) -> bool:
+        """Whether a trial is not to find the study: it may work in a folder inside of one."""
+        return _inside(self.run_dir, self.study_dir) and not _inside(self.cwd, self.study_dir)
 
 
 def really_writable(plan: CagePlan) -> tuple[str, ...]:
@@ -281,7 +287,7 @@ class _Stage:
         """Hide the study from the trial (a script that searches its folder must not find other trials' checkpoints),
         and put the run folder and the shared cache back, for real."""
         plan = self.plan
-        if _inside(plan.run_dir, plan.study_dir) and not _inside(plan.cwd, plan.study_dir):
+        if plan.hides_study:
             self._tmpfs(plan.study_dir, "mode=755,size=64k")
         writable = []
         for at, source in ((plan.run_dir, self.run), (plan.shared_cache, self.real[plan.shared_cache])):
