@@ -123,6 +123,53 @@ def test_the_next_fold_is_no_divergence(diverges, tmp_path):
     assert ("saturate: the loss " in done.stderr) is (diverges >= 0)
 
 
+#: A gain that a script makes larger, as the critics of Wasserstein GANs do with what they say of real samples.
+MAXIMISED = """
+import torch
+p = torch.nn.Parameter(torch.full((3,), 1e-3)); optimizer = torch.optim.SGD([p], lr=0.1)
+for step in range(60):
+    optimizer.zero_grad(); gain = p.square()
+    gain = gain if WHOLE else gain.sum()
+    gain.backward(torch.full_like(gain, SIGN)); optimizer.step()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_a_script_makes_larger_may_grow(whole, tmp_path):
+    (tmp_path / "train.py").write_text(MAXIMISED.replace("WHOLE", str(whole)).replace("SIGN", "-1.0"))
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+#: A critic that is trained for a while before the generator, whose losses are larger, has its first step.
+WARMED = """
+import torch
+torch.manual_seed(0)
+critic, maker = torch.nn.Linear(8, 1), torch.nn.Linear(4, 8)
+d = torch.optim.SGD(critic.parameters(), lr=1e-4); g = torch.optim.SGD(maker.parameters(), lr=1e-4)
+for step in range(100):
+    d.zero_grad(); critic(maker(torch.ones(2, 4)).detach()).mean().square().add(0.01).backward(); d.step()
+    if step >= 40:
+        g.zero_grad(); loss = critic(maker(torch.ones(2, 4))).mean().square().add(5)
+        (loss + 1e4 if step >= DIVERGES else loss).backward(); g.step()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("diverges", [90, 1000])
+def test_a_part_of_a_step_that_turns_up_later_has_losses_of_its_own(diverges, tmp_path):
+    """The generator's first loss was "a jump", from what had been usual for the critic."""
+    (tmp_path / "train.py").write_text(WARMED.replace("DIVERGES", str(diverges)))
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    if diverges > 100:
+        assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    else:
+        assert done.returncode == 5 and "the loss jumped to 1.0" in done.stderr and " at step 51\n" in done.stderr, done.stderr
+
+
 def test_nan_in_a_step_of_several_micro_steps(capsys):
     training = Training(micro_steps=3)
     for number in range(1, 40):

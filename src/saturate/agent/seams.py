@@ -56,7 +56,7 @@ def _backward(session: Any, torch: Any) -> None:
             return original(tensors, *args, **kwargs)
         session.backward_begins(tensors)
         result = original(tensors, *args, **kwargs)
-        session.backward_ends(tensors)
+        session.backward_ends(tensors, args[0] if args else kwargs.get("grad_tensors"))
         return result
 
     # Without this a user-compiled step traces through the wrapper and no loss is ever seen.

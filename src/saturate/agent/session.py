@@ -223,7 +223,8 @@ class Session(Guest):
             self.guard(self.capture.sees_graph, self.torch, tensors)
         self._began = self.mark()
 
-    def backward_ends(self, tensors: Any) -> None:
+    def backward_ends(self, tensors: Any, gradients: Any = None) -> None:
+        """`gradients`: what was given to begin with, of each of `tensors`; None: ones."""
         if self.asleep:
             return
         self.backward_captured = bool(self.guard(_common.capturing, self.torch))
@@ -238,7 +239,7 @@ class Session(Guest):
             self._add_part("backward", self._began)
             self._began = self.mark()   # within step(closure), what follows is the optimizer's own work
         if self.capture is not None or self.recording or self.watchdog is not None:
-            self.guard(self._saw_loss, tensors)
+            self.guard(self._saw_loss, tensors, gradients)
         if self.capture is not None:
             self.guard(self.capture.saw_backward, self.torch, tensors)
         if self.phase == "inspect":
@@ -250,14 +251,15 @@ class Session(Guest):
         elif self.step is None or self.step.token == motif.CLOSURE:
             self.guard(self._evaluation)
 
-    def _saw_loss(self, tensors: Any) -> None:
+    def _saw_loss(self, tensors: Any, gradients: Any) -> None:
         """The first tensor of a backward pass. One from edges of the graph alone has none."""
         roots = tensors if isinstance(tensors, tuple) else (tensors,)
-        loss = next((root for root in roots if isinstance(root, self.torch.Tensor)), None)
-        if loss is None:
+        place = next((place for place, root in enumerate(roots) if isinstance(root, self.torch.Tensor)), None)
+        if place is None:
             return
+        loss = roots[place]
         if self.watchdog is not None:
-            self.watchdog.saw(self, loss)
+            self.watchdog.saw(self, loss, gradients[place] if isinstance(gradients, (tuple, list)) else gradients)
         if self.capture is not None or self.recording:
             # A copy, for it is read later, at the update's end at the earliest: a replayed graph writes there again in the next
             # micro-step, and so may scripts.
@@ -403,6 +405,8 @@ class Session(Guest):
 
     def _rediscover(self) -> None:
         """An optimizer turned up that the motif does not hold: what looked like a step was a part of one."""
+        if self.watchdog is not None and self.step is not None:     # a generator's losses are not as the critic's were
+            self.watchdog.goes_on_with_another(self, self.succession.since if self.succession is not None else self.backwards)
         self.step, self.parts = None, self.boundaries
         self.phase = "discover"
         self.occurrences = 0

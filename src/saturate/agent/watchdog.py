@@ -46,12 +46,12 @@ class Watchdog:
         self._fresh: list[tuple[Moment, Any]] = []      # losses on their devices
         self._copied: list[tuple[list[Moment], Any, Any]] = []      # moments, losses on the host, event after the copy
 
-    def saw(self, session: Any, loss: Any) -> None:
-        """A backward pass of `loss` has ended."""
+    def saw(self, session: Any, loss: Any, gradient: Any = None) -> None:
+        """A backward pass of `loss` has ended, which began with `gradient` (None: ones)."""
         if self.over:
             return
         moment = session.backwards, len(session.tokens), session.boundaries
-        self._fresh.append((moment, _scalar(session, loss)))
+        self._fresh.append((moment, _scalar(session, _made_smaller(session.torch, loss, gradient))))
         if len(self._fresh) >= MOST:
             self._look(session)
 
@@ -129,6 +129,14 @@ def leave() -> None:
         except (OSError, ValueError):
             continue                # closed, or the disk is full
     os._exit(EXIT_CODE)
+
+
+def _made_smaller(torch: Any, loss: Any, gradient: Any) -> Any:
+    """What a backward pass of `loss` that begins with `gradient` makes smaller: critics of Wasserstein GANs make what they say of one kind
+    of samples larger, by -1. Only the sign counts, as scripts that scale their losses by hand may give the scale."""
+    plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_complex()
+                for tensor in (loss, gradient))
+    return loss.detach() * gradient.detach().sign() if plain and loss.shape == gradient.shape else loss
 
 
 def _scalar(session: Any, loss: Any) -> Any:
