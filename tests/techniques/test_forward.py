@@ -150,6 +150,44 @@ def test_autocast_computes_low_and_returns_float32(technique, dtype):
     context.undo()
 
 
+class Policy(torch.nn.Module):
+    """Its forward returns a distribution, as those of agents and of variational autoencoders do."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer, self.make = torch.nn.Linear(8, 8), make
+
+    def forward(self, x):
+        return self.make(self.layer(x))
+
+
+DISTRIBUTIONS = {
+    "normal": lambda h: torch.distributions.Independent(torch.distributions.Normal(h, h.exp()), 1),
+    "categorical": lambda h: torch.distributions.Categorical(logits=h),
+    "squashed": lambda h: torch.distributions.TransformedDistribution(
+        torch.distributions.Normal(h, torch.ones(8)), [torch.distributions.transforms.SigmoidTransform()]),
+    "mixture": lambda h: torch.distributions.MixtureSameFamily(
+        torch.distributions.Categorical(logits=h), torch.distributions.Normal(h, h.exp())),
+}
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("technique", [bf16_autocast, fp16_autocast])
+def test_a_distribution_comes_back_in_float32(technique, kind):
+    """Seen in a PPO: its actions were bfloat16, which numpy does not know, and their probabilities would have been computed so."""
+    model = Policy(DISTRIBUTIONS[kind]).train()
+    context = context_of(model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1),))
+    technique.apply(context, technique.Options())
+    output = model(torch.rand(2, 8))
+    action = output.sample()
+    assert type(output) is type(model.make(torch.rand(2, 8)))
+    assert output.log_prob(action).dtype == torch.float32 and action.dtype in (torch.float32, torch.int64)
+    assert technique.active(evidence_of(context), technique.Options()).active
+    output.log_prob(action).sum().backward()
+    assert model.layer.weight.grad.dtype == torch.float32
+    context.undo()
+
+
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 def test_a_forward_without_gradients_comes_first(without):
     """As a script asks for an action, or for a target, before it trains. Seen: "nothing in the autograd graph was computed in bfloat16"."""

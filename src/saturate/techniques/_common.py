@@ -158,9 +158,10 @@ def in_forward_mode(torch: Any) -> bool:
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any], torch: Any) -> Any:
-    """Apply `change` to each tensor in nested tuples, lists, mappings and dataclasses, keeping every container's type.
+    """Apply `change` to each tensor in nested tuples, lists, mappings, dataclasses and probability distributions, keeping every
+    container's type.
 
-    Mappings that are not plain dictionaries (a ModelOutput), and dataclasses, are changed in place: they were made by
+    Mappings that are not plain dictionaries (a ModelOutput), dataclasses and distributions are changed in place: they were made by
     the forward that just returned, and may not be constructible from their items. Other objects are left alone.
     """
     if isinstance(value, torch.Tensor):
@@ -189,6 +190,11 @@ def map_tensors(value: Any, change: Callable[[Any], Any], torch: Any) -> Any:
             new = map_tensors(old, change, torch)
             if new is not old:
                 object.__setattr__(value, field.name, new)      # frozen ones too
+    elif isinstance(value, torch.distributions.Distribution):
+        for name, old in list(vars(value).items()):
+            new = map_tensors(old, change, torch)
+            if new is not old:
+                vars(value)[name] = new
     return value
 
 

@@ -31,10 +31,10 @@ bfloat16, and each returns float32. It is tried only then, because the casts cos
 How it is applied
 -----------------
 The forward of each outermost module (or layer, see above) is wrapped while it is in training mode; evaluation keeps float32. Tensors in
-returned tuples, dictionaries and dataclasses are widened to float32. A forward that the script compiled, or that a library put
-on the module, is wrapped from outside; what is compiled is compiled once more for it. Refused where the script autocasts itself, and
-where the forward calls the backward pass and the optimizer: both would run under autocast, too. Refused, too, where
-`torch.nn.DataParallel` runs parts of it on several devices: its threads would autocast to float16.
+returned tuples, dictionaries, dataclasses and distributions of `torch.distributions` are widened to float32. A forward that the script
+compiled, or that a library put on the module, is wrapped from outside; what is compiled is compiled once more for it. Refused where the
+script autocasts itself, and where the forward calls the backward pass and the optimizer: both would run under autocast, too. Refused,
+too, where `torch.nn.DataParallel` runs parts of it on several devices: its threads would autocast to float16.
 
 References
 ----------
