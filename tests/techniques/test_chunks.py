@@ -633,6 +633,15 @@ def spoken_in(self, x):
     return self.linear(x)
 
 
+def test_a_distribution_is_not_cut():
+    """As the policies of agents return, with a value. The script got an error where it used it: that of a chunk is not the batch's."""
+    def forward(self, x):
+        hidden = self.linear(x)
+        return hidden.mean(1), torch.distributions.Independent(torch.distributions.Normal(hidden, torch.ones(6)), 1)
+
+    assert "its output holds a distribution (Independent)" in refused(body(forward), torch.randn(8, 6))
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_where_ranks_speak_to_each_other_nothing_is_cut(monkeypatch):
     """Memory runs out on one rank, which would wait for the others in each of its chunks."""

@@ -142,7 +142,11 @@ class Proof:
         return inputs, *_trees.taken_apart(output, self.torch), seen.found
 
     def _same_values(self, runs: list[Any]) -> None:
-        """What is no tensor must be the same for every chunk."""
+        """What is no tensor must be the same for every chunk. Of other objects nobody knows whether the script uses them, but for
+        distributions, which hold all that it wants."""
+        distributions = (leaf for _, leaf in _trees.leaves(runs[0][1]) if isinstance(leaf, self.torch.distributions.Distribution))
+        if (distribution := next(distributions, None)) is not None:
+            raise NotSplittable(f"its output holds a distribution ({type(distribution).__name__}), and those of chunks cannot be joined")
         first, *others = ([(path, leaf) for path, leaf in _trees.leaves(run[1]) if isinstance(leaf, _trees.Slot) or _trees.is_plain(leaf)]
                           for run in runs)
         for other in others:
