@@ -15,7 +15,7 @@ from wrapped_optimizer import Wrapped  # noqa: E402
 
 from saturate.agent.context import Context  # noqa: E402
 from saturate.records.facts import Evidence, Facts, OptimizerFacts  # noqa: E402
-from saturate.techniques import _registry, _updatable  # noqa: E402
+from saturate.techniques import _registry, _updatable, fused_optimizer  # noqa: E402
 from saturate.techniques import optimizer_in_backward as technique  # noqa: E402
 from saturate.techniques._api import NotApplied  # noqa: E402
 
@@ -418,6 +418,62 @@ def test_weights_that_somebody_keeps_are_left_to_the_step():
     ours.steps(5)
     assert alike(ours, Training(on=False).steps(5)) and same(kept, ours.model.state_dict())
     assert not ours.proof().active and "share the memory" in ours.proof().evidence
+
+
+# -- with fused kernels ------------------------------------------------------------------------------------------------
+
+
+class Beside:
+    """Convolutions of which one is frozen at first, with and without `optimizer-in-backward`; `fused-optimizer` comes some steps later."""
+
+    def __init__(self, kind, on, **arguments):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+        self.model[1].requires_grad_(False)
+        self.optimizer = getattr(torch.optim, kind)(self.model.parameters(), lr=0.01, **arguments)
+        self.context, self.losses = Context(torch), []
+        self.context.modules, self.context.optimizers, self.context.device = (self.model,), (self.optimizer,), "cpu"
+        if on:
+            technique.apply(self.context, OPTIONS)
+        self.steps(3)
+        if on:
+            fused_optimizer.apply(self.context, fused_optimizer.Options())
+
+    def steps(self, count):
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            loss = self.model(torch.randn(4, 3, 9, 9)).square().sum(1).mean()
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(loss.item())
+
+
+def test_what_fused_kernels_read_is_laid_out_before_they_run():
+    """They look at no strides, and a state that was saved in the usual format was taken for one in that of the weights."""
+    found = []
+    for on in (False, True):
+        training = Beside("AdamW", on)
+        saved = copy.deepcopy(training.optimizer.state_dict())
+        for state in saved["state"].values():
+            state.update({name: value.contiguous() for name, value in state.items()})
+        training.optimizer.load_state_dict(saved)
+        training.steps(4)
+        found.append(training.losses)
+    assert "updated in backward" in training.context.notes[technique.TECHNIQUE.id] and training.optimizer.param_groups[0]["fused"]
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+def test_which_kernels_update_is_no_setting_that_changes():
+    """A step of SGD in which a layer has no momentum yet beside others that have it is not fused, and that shows as late as in it."""
+    found = []
+    for on in (False, True):
+        training = Beside("SGD", on, momentum=0.9)
+        kept = training.model[0].state_dict()       # shares memory: the script's own step updates it
+        training.model[1].requires_grad_(True)
+        training.steps(4)
+        found.append(training.losses)
+    assert kept and "updated in backward" in training.context.notes[technique.TECHNIQUE.id]
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
 # -- what it must not serve --------------------------------------------------------------------------------------------

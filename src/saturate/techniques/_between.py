@@ -74,7 +74,11 @@ def _bits(parameter: Any, torch: Any) -> Any:
     return values.view(kind).sum(dtype=kind)
 
 
+#: Of a group, what is no setting: which parameters it holds, and which kernels compute the update that the others say.
+_NO_SETTINGS = ("params", "param_names", "fused", "foreach")
+
+
 def settings(group: dict[str, Any]) -> list[Any]:
     """A group's settings, in a form that can be compared later."""
     return [(name, (id(value), value._version) if hasattr(value, "_version") else value)
-            for name, value in group.items() if name not in ("params", "param_names")]
+            for name, value in group.items() if name not in _NO_SETTINGS]

@@ -15,6 +15,7 @@ from typing import Any
 
 from saturate import notices
 from saturate.techniques import _between, _closures, _common, _updatable
+from saturate.techniques._layouts import Layouts
 from saturate.techniques._weakly import weakly
 
 #: To read all weights once more would take time: another one is looked at in each step; on a GPU, which must be waited for, in each
@@ -208,15 +209,18 @@ class Updates:
         # this backward pass may read it (`.detach()`, `.data`, a use while it was frozen): the script's own step takes the gradient.
         if not first or _updatable.holders(parameter, torch) != _updatable.alone(torch):
             return
-        gradient = self._grad.__get__(parameter)
-        if self.context.gradient_norms is not None:
-            self.context.gradient_norms[id(parameter)] = torch.linalg.vector_norm(_common.reals(gradient.detach(), torch))
         # An optimizer that shares everything with the script's but holds one parameter. One for each call: gradients
         # of several devices arrive in several threads.
         kind = type(optimizer)
         alone = kind.__new__(kind)
         vars(alone).update(vars(optimizer))
         alone.param_groups = [{**optimizer.param_groups[group], "params": [parameter]}]
+        # Whoever chose fused kernels looks after what they read before the script's own step, which is too late here.
+        if alone.param_groups[0].get("fused") and Layouts(torch, alone).align():
+            return      # they do not serve it: that is for whoever chose them to notice, in that step
+        if self.context.gradient_norms is not None:
+            gradient = self._grad.__get__(parameter)
+            self.context.gradient_norms[id(parameter)] = torch.linalg.vector_norm(_common.reals(gradient.detach(), torch))
         step = kind.step
         if getattr(step, "hooked", False):
             step = step.__wrapped__     # hooks and labels belong to the script's own call
