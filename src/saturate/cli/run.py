@@ -148,7 +148,7 @@ def _replace(command: list[str], environment: dict[str, str]) -> None:
 
 
 def _chosen(recipe: Recipe) -> list[launch.Chosen]:
-    from saturate.study.candidates import Candidate
+    from saturate.study.candidates import Candidate, ordered
     from saturate.techniques import _registry
 
     registry = _registry.load()
@@ -156,8 +156,8 @@ def _chosen(recipe: Recipe) -> list[launch.Chosen]:
     if problems:
         first = problems[0]
         raise RecipeError(first.message, cause=first.where(), remedy=first.remedy or "saturate recipe validate FILE lists all problems")
-    return [Candidate(registry[entry.id], options_from(registry[entry.id], entry.options)).chosen()
-            for entry in recipe.techniques]
+    candidates = (Candidate(registry[entry.id], options_from(registry[entry.id], entry.options)) for entry in recipe.techniques)
+    return [candidate.chosen() for candidate in ordered(tuple(candidates))]     # as in trials, whoever wrote the recipe
 
 
 def _refuse_foreign_code(chosen: list[launch.Chosen], command: list[str]) -> None:

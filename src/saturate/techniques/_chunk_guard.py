@@ -26,8 +26,8 @@ from saturate.techniques._chunks import DRAWS, Call, Listener
 from saturate.techniques._interrupts import from_signal_handler
 from saturate.techniques._out_of_memory import free, out_of_memory, without_frames
 
-#: Outside of everything that changes how a module computes, a compiler included.
-ORDER = 95
+#: Outside of everything that changes how a module computes, a compiler and what recomputes blocks included.
+ORDER = 96
 
 #: How often the script's own forward is watched, from its very first call on: what is built lazily changes the module once.
 EARLY_LOOKS = 3

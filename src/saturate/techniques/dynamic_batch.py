@@ -80,9 +80,9 @@ TECHNIQUE = Technique(
     title="micro-batches when memory runs out",
     numerics="stream",
     stage="model",
-    touches=(Touch("forward", _chunk_guard.ORDER), Touch("micro-batches")),
+    # Inside of whatever scales the gradients of a backward pass: the part that is run again has them as they arrived.
+    touches=(Touch("forward", _chunk_guard.ORDER), Touch("micro-batches"), Touch("backward-call", 5)),
 )
-
 
 #: The very first batch may be the one that does not fit.
 EARLY = True

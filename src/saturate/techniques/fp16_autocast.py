@@ -60,9 +60,8 @@ TECHNIQUE = Technique(
     title="float16 autocast with loss scaling",
     numerics="precision",
     stage="model",
-    touches=(Touch("forward", _autocast.AUTOCAST_ORDER), Touch("autocast"), Touch("backward", 10)),
+    touches=(Touch("forward", _autocast.AUTOCAST_ORDER), Touch("autocast"), Touch("backward", 10), Touch("backward-call", 10)),
 )
-
 
 #: Of the note that says why float16 was given up.
 STOPPED = f"{TECHNIQUE.id}:stopped"
