@@ -51,16 +51,20 @@ def test_waits_in_operators_are_seen_beside_those_with_a_label(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-def test_products_in_fp32_are_told_from_those_in_tf32(tf32: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_in_fp32_are_told_from_those_in_tf32(tf32: bool, tmp_path: Path) -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("no TF32")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     a = torch.randn(SIZE, SIZE, device="cuda")
 
     def work() -> None:
         (a @ a).relu_()
         torch.cuda.synchronize()        # else most of it runs after the last step
 
-    trace = recorded(work, tmp_path)
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, tf32         # monkeypatch deletes what it takes back, and this cannot be deleted
+    try:
+        trace = recorded(work, tmp_path)
+    finally:
+        matmul.allow_tf32 = before
     share = observations(trace, analyze_one(trace).devices[0]).fp32_matmul
     assert share == 0.0 if tf32 else share > 0.5

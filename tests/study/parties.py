@@ -1,7 +1,8 @@
 """Techniques of third parties, honest and lying, and a small training for them to act on.
 
 The workload waits in each forward, as one that waits for a slow disk does, so a technique that shortens the wait is
-really faster. Every liar below is: without its lie it would be kept.
+really faster: also on a busy machine, where what is computed takes several times as long and the wait does not. Every
+liar below is: without its lie it would be kept.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Net(nn.Module):
         self.a, self.b = nn.Linear(12, 24), nn.Linear(24, 1)
 
     def forward(self, x):
-        time.sleep(0.002)
+        time.sleep(0.01)
         return self.b(torch.tanh(self.a(x)))
 
 model = Net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 Kind = Literal["not_applied", "not_made", "other_sizes", "failed", "out_of_memory", "timeout", "disk_full"]
@@ -24,3 +25,10 @@ class WorkerFailed(Exception):
 
 class CheckFailed(Exception):
     """The check gave no scores for a candidate; the message says why."""
+
+
+def first_words(text: str) -> str:
+    """The first line of a message, with the next one where it only announces it ("backend='inductor' raised:")."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = list(itertools.takewhile(lambda line: line.endswith(":"), lines))
+    return " ".join(lines[:len(said) + 1]) or "no message"

@@ -15,7 +15,6 @@ import dataclasses
 import errno
 import gc
 import importlib
-import itertools
 import os
 import socket
 import sys
@@ -31,6 +30,7 @@ from saturate.inference import batches as trees
 from saturate.inference import facts as observing
 from saturate.inference import gpu_failures, session, users_code, wire
 from saturate.inference.device_memory import DeviceMemory
+from saturate.inference.failures import first_words
 from saturate.inference.formats import OtherSizes
 from saturate.inference.source import NotMade, Source
 from saturate.inference.techniques._api import Context, Entry, NotApplied, Proof
@@ -370,7 +370,7 @@ class Server:
         text = str(error)
         if isinstance(error, SaturateError) and error.cause:
             text = f"{error.message}: {error.cause}"
-        line = _first_words(text)[:300]
+        line = first_words(text)[:300]
         words = line if isinstance(error, (NotApplied, NotMade, OtherSizes, SaturateError)) else f"{type(error).__name__}: {line}"
         if self.device == "cuda":
             words += gpu_failures.who_holds(self.torch, error)
@@ -380,13 +380,6 @@ class Server:
 def _evaluated(model: Any, source: Source) -> Any:
     """A part that is in training mode in a model that is not was put there on purpose."""
     return model.eval() if source.training else model
-
-
-def _first_words(text: str) -> str:
-    """The first line of a message, with the next one where it only announces it ("backend='inductor' raised:")."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = list(itertools.takewhile(lambda line: line.endswith(":"), lines))
-    return " ".join(lines[:len(said) + 1]) or "no message"
 
 
 def _grow_allocator(torch: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from saturate.errors import EnvironmentProblem, SaturateError, UsageError
 from saturate.inference import folders
 from saturate.inference.candidates import Candidate
-from saturate.inference.failures import WorkerFailed
+from saturate.inference.failures import WorkerFailed, first_words
 from saturate.inference.generation import weights
 from saturate.inference.generation.build import build
 from saturate.inference.generation.decode import Batch, Request, Run
@@ -280,5 +280,4 @@ def _named() -> Iterator[None]:
 def _line(error: Exception) -> str:
     if isinstance(error, SaturateError):
         return error.message
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+    return f"{type(error).__name__}: {first_words(str(error))}"[:300]
