@@ -416,10 +416,11 @@ def replaced_log(race: Any) -> Any:
     return race
 
 
-def test_what_was_ended_from_outside_may_be_the_answer() -> None:
-    found = SimpleNamespace(fate="failed", outside=True, reason="failed: No space left on device")
-    assert result.cut_short(found)          # type: ignore[arg-type]
-    assert not result.cut_short(SimpleNamespace(fate="failed", outside=False, late=False, reason="failed: no such kernel"))      # type: ignore[arg-type]
+@pytest.mark.parametrize(("kind", "outside", "perhaps"), [("failed", True, True), ("disk_full", False, True), ("timeout", False, True), ("failed", False, False)])
+def test_what_was_ended_for_the_time_or_from_outside_may_be_the_answer(kind: str, outside: bool, perhaps: bool) -> None:
+    found = Tried(Candidate(), "dominated", "")
+    found.fail(WorkerFailed(kind, "why", outside=outside), "why")         # type: ignore[arg-type]
+    assert found.fate == "failed" and result.cut_short(found) is perhaps
 
 
 def ending(world: World, times: int, how: str, *, outside: bool = True) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,7 +54,8 @@ def test_where_the_result_cannot_be_read_no_artifact_goes(tmp_path: Path, text: 
     assert (tmp_path / "artifacts" / "1").exists()
 
 
-def test_a_folder_of_a_search_without_a_workdir_goes_unless_it_holds_a_result_or_works(tmp_path: Path) -> None:
+def test_a_folder_of_a_search_without_a_workdir_goes_unless_it_holds_a_result_or_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = time.time() + leftovers.QUIET_S + 60
     for number in range(3):
         search(tmp_path / f"optimize-0123456{number}")
     search(tmp_path / "optimize-01234563", result={})
@@ -60,11 +63,27 @@ def test_a_folder_of_a_search_without_a_workdir_goes_unless_it_holds_a_result_or
     search(tmp_path / "optimize")
     search(tmp_path / "optimize-of-mine")
     (tmp_path / "optimize-01234565").symlink_to(tmp_path / "optimize")
+    monkeypatch.setattr(leftovers, "time", SimpleNamespace(time=lambda: later))
     with FolderLock(tmp_path / "optimize-01234561"):
         leftovers.clear_forsaken(tmp_path, "optimize-")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["optimize", "optimize-01234561", "optimize-01234563", "optimize-01234564",
                                                                     "optimize-01234565", "optimize-of-mine"]
     assert (tmp_path / "optimize" / "source" / "model.pt").exists()
+
+
+@pytest.mark.parametrize("last", ["", "candidates.jsonl", "processes", "processes/process-0123abcd/output.log"])
+def test_within_a_day_somebody_may_go_on_in_it(tmp_path: Path, last: str) -> None:
+    """A repeat without the workdir removed the journal of an hour's search that a full disk had ended. And a search of another machine
+    may work in it, whose lock is not seen on some network file systems."""
+    folder = search(tmp_path / "optimize-01234560", "candidates.jsonl")
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (0, 0))
+    os.utime(folder / last)
+    leftovers.clear_forsaken(tmp_path, "optimize-")
+    assert folder.exists()
+    os.utime(folder / last, (0, 0))
+    leftovers.clear_forsaken(tmp_path, "optimize-")
+    assert not folder.exists()
 
 
 def test_a_search_that_is_killed_as_it_begins_leaves_a_folder_to_go_on_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

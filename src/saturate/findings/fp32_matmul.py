@@ -13,7 +13,7 @@ fp32 and whose kernels do not use TF32, as a share of the step; what the device 
 Threshold
 ---------
 10 % of the step on an accelerator with tensor cores (compute capability 7.0 or later, or native bfloat16); 20 % on
-a CPU that multiplies bfloat16 in hardware, where the gain is about 2x and not 8x, and faster than fp32 where both were measured.
+a CPU that multiplies bfloat16 in hardware, and faster than fp32 where both were measured; the gain there is about 2x and not 8x.
 
 Not to be confused with
 -----------------------

@@ -20,13 +20,15 @@ The search
 
 A candidate
     candidates      techniques with options
-    source          the user's model and inputs on their way to a process of its own
+    called          what the user gave as a model
+    source          that and its inputs on their way to a process of its own
     worker          that process: applies techniques, runs, times itself, stores itself
     process         the same from outside, with limits of time and memory
     session         torch's switches that hold for a process: the user's, and those of techniques
     gpu_failures    what is left of its GPU when a call has failed there
     device_memory   what it takes of a GPU's memory
-    checking        the user's check on it, and controls of the check itself
+    checking        the user's check on it
+    controls        can that check judge at all?
     guards          does it behave as the model does?
     here            does it answer in the user's process as in one of its own?
     samples         names for samples, to find those that the check scores among others

@@ -169,7 +169,7 @@ def running_model() -> Iterator[None]:
         if error.outside:
             raise EnvironmentProblem("the model's process was ended from outside", cause=error.reason, evidence=error.log,
                                      remedy="look for what ends processes here (memory that runs out, other users), and give the same "
-                                            "command again: with its workdir it goes on from here") from error
+                                            "command again") from error
         if error.kind == "timeout":
             raise WorkloadFailed("the model takes too long", cause=error.reason, evidence=error.log,
                                  remedy="give the search more time, or fewer and smaller inputs") from error

@@ -52,14 +52,17 @@ class Ending:
         try:
             yield
         except KeyboardInterrupt as interruption:
-            self._attach(interruption, f"interrupted: the same call with workdir={str(self.lab.folder)!r} goes on from here")
+            note = f"interrupted: the same call with workdir={str(self.lab.folder)!r} goes on from here"
+            interruption.add_note(note)         # a traceback shows it
+            self._attach(interruption, note)
             raise
         except EnvironmentProblem as problem:
             self._attach(problem, f"{problem.message}: {problem.cause}")
             raise
         except WorkerFailed as failure:
             problem = EnvironmentProblem("a process that the search cannot do without has ended", cause=failure.reason,
-                                         remedy="look for what ends processes here, and give the same command again: with its workdir it goes on from here")
+                                         remedy="look for what ends processes here, and give the same command again: with "
+                                                f"workdir={str(self.lab.folder)!r} it goes on from here")
             self._attach(problem, f"{problem.message}: {problem.cause}")
             raise problem from failure
 

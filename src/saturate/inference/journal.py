@@ -74,7 +74,8 @@ class Journal:
                 os.fsync(stream.fileno())
         except OSError as error:
             raise EnvironmentProblem(f"what was found cannot be written to {self.path}", cause=str(error),
-                                     remedy="free some space and give the same command again: with its workdir it goes on from here") from error
+                                     remedy="free some space and give the same command again: with "
+                                            f"workdir={str(self.path.parent)!r} it goes on from here") from error
         self.known[name] = entry
 
     def _ends_clean(self) -> bool:

@@ -35,9 +35,11 @@ from saturate.records.inference import ModelFacts
 PREPARE_SHARE = 0.3
 _LEAST_PREPARE_S = 30.0
 
-#: ... and on one that is slow or busy so many times as long as the model's own first process took, which imports torch and exports the
-#: model: that shows how slow it is.
+#: ... and on one that is slow or busy so many times as long as a process of the model itself took at most, which imports torch (the first
+#: exports the model, too): that shows how slow it is. But no more than half of the time that is left: a compiler that hangs must not take
+#: the time that confirming what was found needs.
 OF_BASELINE = 6.0
+_MOST_SHARE = 0.5
 
 #: What was prepared once may take so many times as long when it is prepared again, to be stored.
 AGAIN = 4.0
@@ -140,7 +142,7 @@ class Lab:
     def _prepare_s(self) -> float:
         """What preparing a candidate may take. Only the least that all have leads beyond the end of the time."""
         left_s = self._left_s()
-        return max(_LEAST_PREPARE_S, PREPARE_SHARE * left_s, min(left_s, OF_BASELINE * self._prepared_s))
+        return max(_LEAST_PREPARE_S, PREPARE_SHARE * left_s, min(_MOST_SHARE * left_s, OF_BASELINE * self._prepared_s))
 
     def _left_s(self) -> float:
         return max(0.0, self.deadline_s - time.monotonic())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,10 @@ from saturate.checkpoints import durable
 from saturate.errors import SaturateError
 from saturate.inference import artifact, process
 from saturate.trial.lock import FolderLock
+
+#: Nothing changed in a folder for so long: whoever was told of it has had the time to go on there, and no search works in it, not even one
+#: of another machine whose locks this one does not see (some network file systems).
+QUIET_S = 24 * 3600.0
 
 
 class _Stored(msgspec.Struct):
@@ -31,8 +36,8 @@ def clear_away(folder: Path) -> None:
     for place in (folder, folder / "source"):
         with contextlib.suppress(OSError):
             durable.remove_litter(str(place))
-    for name in ("program", "sources"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    for copy in (folder / "program", *(folder / "sources").glob("baseline-*"), *(folder / "sources").glob("artifact-*")):
+        shutil.rmtree(copy, ignore_errors=True)
     named = _named(folder / "result.json")
     for path in (folder / "artifacts").glob("*") if named is not None else ():
         if path.name.isdecimal() and path.name not in named and not _confirmed(path):
@@ -59,10 +64,19 @@ def _confirmed(path: Path) -> bool:
 
 
 def clear_forsaken(parent: Path, prefix: str) -> None:
-    """Remove the folders of searches without a workdir that ended without a result: killed, or by an error. Nobody goes on there."""
+    """Remove the folders of searches without a workdir that ended without a result, killed or by an error, and were left alone for
+    `QUIET_S`."""
     for folder in parent.glob(f"{prefix}{8 * '[0-9a-f]'}"):
         # A process makes the source when it has the lock: where there is none, it may be about to take it.
         if not folder.is_symlink() and (folder / "source").is_dir() and not (folder / "result.json").exists():
-            with contextlib.suppress(SaturateError, OSError), FolderLock(folder):
-                process.clear_away(folder / "processes")
-                shutil.rmtree(folder)
+            with contextlib.suppress(SaturateError, OSError):
+                if time.time() - _changed(folder) > QUIET_S:
+                    with FolderLock(folder):
+                        process.clear_away(folder / "processes")
+                        shutil.rmtree(folder)
+
+
+def _changed(folder: Path) -> float:
+    """When a search did something here last, by the system's clock. Its lock does not tell: clearing away takes it, too."""
+    written = (folder, *folder.glob("candidates.jsonl"), *folder.glob("processes"), *folder.glob("processes/*/output.log"))
+    return max(path.stat().st_mtime for path in written)

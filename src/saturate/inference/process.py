@@ -284,7 +284,7 @@ class Worker:
             return answer[1]
         fate, kind, reason, text = answer
         cause = classify({"ended": "exit", "code": 1}, text, 0, True, None).kind
-        if kind == "failed":
+        if kind in ("failed", "not_made", "other_sizes"):      # unless the machine is why
             kind = "out_of_memory" if cause in OUT_OF_MEMORY else "disk_full" if cause in NO_ROOM else kind
         failed = WorkerFailed(kind, reason, text[-_TAIL:], alive=fate == "raised", outside=kind == "disk_full" or cause in NO_ROOM)
         if not failed.alive:

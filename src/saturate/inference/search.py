@@ -296,7 +296,7 @@ class Search:
         except WorkerFailed as error:
             raise EnvironmentProblem("the model's own process ended, and another one does not live either", cause=str(error),
                                      remedy="look for what ends processes here (memory, other users), and give the same command again: with "
-                                            "its workdir it goes on from here") from error
+                                            f"workdir={str(self.lab.folder)!r} it goes on from here") from error
 
     def _measure(self, worker: Any, found: Tried) -> None:
         """Fill in what a living process shows."""

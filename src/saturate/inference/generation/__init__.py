@@ -16,6 +16,7 @@
     recipe         one way to generate, as plain data
     host           where a way lives: in a process of its own, or here
     search         which way is the fastest
+    judging        is a way right?
     conclusion     what a search says in the end
     artifact       a way to generate in a folder, which `saturate.load` opens
     safetensors    tensors in a file that holds nothing else
