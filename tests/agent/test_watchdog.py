@@ -158,6 +158,52 @@ print("done")
 """
 
 
+#: The same in other orders: some micro-steps, and all gradients before the first update.
+WARMED_IN_PARTS = WARMED.replace("(loss + 1e4", "(loss / 2).backward(retain_graph=True); (loss / 2 + 1e4")
+WARMED_TOGETHER = """
+import torch
+torch.manual_seed(0)
+critic, maker = torch.nn.Linear(8, 1), torch.nn.Linear(4, 8)
+d = torch.optim.SGD(critic.parameters(), lr=1e-4); g = torch.optim.SGD(maker.parameters(), lr=1e-4)
+for step in range(100):
+    d.zero_grad(); g.zero_grad()
+    if step >= 40:
+        critic(maker(torch.ones(2, 4))).mean().square().add(5).backward()
+    critic(maker(torch.ones(2, 4)).detach()).mean().square().add(0.01).backward()
+    d.step()
+    if step >= 40:
+        g.step()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("script", [WARMED_IN_PARTS, WARMED_TOGETHER])
+def test_the_newcomers_losses_are_its_own_in_whichever_order(script, tmp_path):
+    (tmp_path / "train.py").write_text(script.replace("DIVERGES", "1000"))
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+#: A part of the loss whose weight is zero for the first steps.
+WEIGHED_LATER = """
+import torch
+p = torch.nn.Parameter(torch.ones(3)); optimizer = torch.optim.SGD([p], lr=0.0)
+for step in range(60):
+    optimizer.zero_grad(); loss = p.square().sum()
+    loss.backward(torch.tensor(0.0 if step < 30 else 1.0)); optimizer.step()
+print("done")
+"""
+
+
+def test_a_loss_without_weight_is_the_loss_that_it_is(tmp_path):
+    """It counted as 0, and the first one with a weight was "a jump"."""
+    (tmp_path / "train.py").write_text(WEIGHED_LATER)
+    environment = launch.injected(os.environ, launch.plan_text("run", [], on_divergence="stop"), [])
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
 @pytest.mark.parametrize("diverges", [90, 1000])
 def test_a_part_of_a_step_that_turns_up_later_has_losses_of_its_own(diverges, tmp_path):
     """The generator's first loss was "a jump", from what had been usual for the critic."""

@@ -39,6 +39,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 #: Largest relative deviation of losses by numerics class.
 TOLERANCE = {"exact": 0.0, "reordering": 1e-4, "stream": 1e-3, "precision": 5e-2, "convergence": math.inf}
 
+#: A rate that is larger during the step is one that changes between backward and step.
+IDLE_TOGETHER = ({"optimizer-in-backward", "global-batch"},)
+
 LIMIT_S = 120.0
 
 
@@ -121,14 +124,20 @@ class Matrix:
         if seen["failed"]:
             return [seen["failed"]]
         found = [*seen["problems"], *(f"saturate failed: {line}" for line in seen["said"].splitlines() if "Traceback" in line)]
+        for name in ids if set(ids) not in IDLE_TOGETHER else ():
+            if idle := _idle(seen["said"], name):
+                found += [f"not so alone: {line}" for line in idle - _idle(self.alone((name,))[0]["said"], name)]
         for name, factor in (("losses", 1), ("gradients", 10), ("outputs", 10), ("rates", 0)):
             found += _apart(name, like[name], seen[name], factor * allowed if factor else 0.0)
         found += _other_facts(plain["facts"], seen["facts"], "channels-last" in ids)
         width = TOLERANCE[weakest]
+        same = max((TOLERANCE[numerics] for numerics in classes if numerics != "convergence"), default=0.0)
         for name, by, source, expected in (("its_own", ids, folder, seen["resumed"]), ("its_own_under_nothing", (), folder, plain["resumed"]),
                                            ("of_nothing", ids, plain_folder, plain["resumed"])):
             again = self.run(by, folder / name, "resumed", source / "state_2.pt")
-            found += [again["failed"]] if again["failed"] else _apart(f"resumed from {name}", expected, again["losses"], width)
+            # What goes on under another rule of learning is another training; under its own it is the same one.
+            allowed = same if name == "its_own" else width
+            found += [again["failed"]] if again["failed"] else _apart(f"resumed from {name}", expected, again["losses"], allowed)
         read = self.run((), folder / "read", "loaded", folder)
         expected_read = self.run((), self.folder / "read", "loaded", plain_folder)
         if read["failed"]:
@@ -137,6 +146,11 @@ class Matrix:
         found += _apart("outputs of a model that was loaded", seen["outputs"][0], read["outputs"][0], 0.0 if weakest == "exact" else 1e-4)
         shutil.rmtree(folder)
         return found
+
+
+def _idle(said: str, name: str) -> set[str]:
+    """What a technique says of itself where it does nothing."""
+    return {line for line in said.splitlines() if name in line and ("take effect" in line or "in effect" in line)}
 
 
 def _become(act: Any, log: Path) -> None:

@@ -188,6 +188,17 @@ def test_a_distribution_comes_back_in_float32(technique, kind):
     context.undo()
 
 
+def test_a_distribution_that_a_module_keeps_stays_as_it_is():
+    """A learned prior held copies of its weights from then on, and each of its tensors twice."""
+    weights = torch.nn.Parameter(torch.zeros(3))
+    prior = torch.distributions.Independent(torch.distributions.Categorical(logits=weights[None]), 1)
+    before = dict(vars(prior.base_dist))
+    other = _common.map_tensors(prior, torch.clone, torch)
+    assert all(vars(prior.base_dist)[name] is value for name, value in before.items())
+    assert other is not prior and other.base_dist.logits is other.base_dist._param is not prior.base_dist._param
+    assert torch.equal(other.log_prob(torch.zeros(1)), prior.log_prob(torch.zeros(1)))
+
+
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 def test_a_forward_without_gradients_comes_first(without):
     """As a script asks for an action, or for a target, before it trains. Seen: "nothing in the autograd graph was computed in bfloat16"."""

@@ -87,6 +87,32 @@ def test_a_folder_under_tmp_goes_with_the_next_process_of_the_user(there: Path) 
         kill(process)
 
 
+def test_another_process_may_clear_away_the_same_folder_at_the_same_time(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is held, and while what a killed trial has left is removed: an error that blamed the disk."""
+    long, mkdir, unlink = there / (20 * "long"), Path.mkdir, os.unlink
+    made: list[Path] = []
+
+    def gone(folder: Path, *given: int, **named: int) -> None:
+        mkdir(folder, *given, **named)
+        made.append(folder)
+        if len(made) == 1:
+            folder.rmdir()
+
+    def twice(path: str) -> None:
+        unlink(path)
+        unlink(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", gone)
+        scratch = layers.make_scratch(long / "process-1")
+    assert made == [scratch, scratch] and scratch.is_dir()
+    (scratch / "socket").touch()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", twice)
+        layers.discard(long / "process-1")
+    scratch.rmdir()
+
+
 def test_a_folder_that_is_gone_or_held_is_nobodys_to_remove(tmp_path: Path) -> None:
     assert abandoned.locked(tmp_path / "none") is None
     first = abandoned.locked(tmp_path)

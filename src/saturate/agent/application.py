@@ -18,7 +18,7 @@ from saturate.agent.ending import uncaught
 from saturate.agent.inspection import Inspection
 from saturate.techniques._api import NotApplied
 
-# Not at the exit: the dataclass of its module, made there, hides a Ctrl-C from the shell.
+# Not at the exit: whatever is imported there may hide a Ctrl-C from the shell.
 from saturate.techniques._interrupts import from_signal_handler
 from saturate.techniques._out_of_memory import out_of_memory
 

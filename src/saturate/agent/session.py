@@ -80,6 +80,7 @@ class Session(Guest):
         self.boundaries = 0
         self.parts = 0                          # of `boundaries`, those of what turned out to be a part of a step
         self.backwards = 0
+        self.updates = 0, 0                     # `backwards` at the last two steps of optimizers
         self.optimizers = Optimizers()
         self.context.built_optimizers = self.optimizers.constructed
         self.succeeded = 0                      # how often roles were given
@@ -359,6 +360,8 @@ class Session(Guest):
         if self.behind:
             self.behind = [entered for entered in self.behind if not entered.leave()]
         self.counts[token] = self.counts.get(token, 0) + 1
+        if token != "B":
+            self.updates = self.updates[1], self.backwards
         if self.awaited:
             self._await()
         if self.capture is not None:
@@ -406,7 +409,8 @@ class Session(Guest):
     def _rediscover(self) -> None:
         """An optimizer turned up that the motif does not hold: what looked like a step was a part of one."""
         if self.watchdog is not None and self.step is not None:     # a generator's losses are not as the critic's were
-            self.watchdog.goes_on_with_another(self, self.succession.since if self.succession is not None else self.backwards)
+            # Its first losses came behind the last step of another, or before that, where all gradients are computed first.
+            self.watchdog.goes_on_with_another(self, self.updates[0] + 1)
         self.step, self.parts = None, self.boundaries
         self.phase = "discover"
         self.occurrences = 0

@@ -25,6 +25,7 @@ HISTORY = 50            # steps that "usual" is judged by
 LEAST_HISTORY = 10
 SPIKE = 10.0            # times the spread of the history above its median, where most losses of a look are
 LONE_SPIKE = 100.0      # the same for one loss, which must be the largest so far: batches differ, and every loss is looked at
+MOST_SIGNED = 1 << 16   # numbers in a loss that are looked at with the sign of the gradient that its backward pass begins with
 EXIT_CODE = 5           # with --on-divergence stop: same meaning as "no final set verifies"; launchers of several ranks end with 1 then
 
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
@@ -133,10 +134,13 @@ def leave() -> None:
 
 def _made_smaller(torch: Any, loss: Any, gradient: Any) -> Any:
     """What a backward pass of `loss` that begins with `gradient` makes smaller: critics of Wasserstein GANs make what they say of one kind
-    of samples larger, by -1. Only the sign counts, as scripts that scale their losses by hand may give the scale."""
+    of samples larger, by -1. Only the sign counts, as scripts that scale their losses by hand may give the scale. Of many numbers, which may
+fill half a device, and have signs each of its own, nothing is made."""
     plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_complex()
                 for tensor in (loss, gradient))
-    return loss.detach() * gradient.detach().sign() if plain and loss.shape == gradient.shape else loss
+    if not plain or loss.shape != gradient.shape or loss.numel() > MOST_SIGNED:
+        return loss
+    return torch.where(gradient.detach() < 0, -loss.detach(), loss.detach())
 
 
 def _scalar(session: Any, loss: Any) -> Any:

@@ -65,7 +65,8 @@ def text_of(path: str | os.PathLike[str]) -> str:
         ) from None
     try:
         seen = os.fstat(descriptor)
-        if not stat.S_ISREG(seen.st_mode) and seen.st_rdev != _NULL:
+        null = stat.S_ISCHR(seen.st_mode) and seen.st_rdev == _NULL
+        if not stat.S_ISREG(seen.st_mode) and not null:
             raise RecipeError(f"{name} is not a regular file", remedy="give the path of a recipe, a TOML file")
         with open(descriptor, "rb", closefd=False) as file:
             data = file.read(LIMIT_BYTES + 1)

@@ -293,8 +293,8 @@ def observe(
 
 
 def _bf16_rate(ceilings: Ceilings | None) -> float | None:
-    """Of products in bfloat16, over that in float32."""
-    rates = ceilings.rates if ceilings else {}
+    """Of products in bfloat16, over that in float32; unknown where other processes had the cores while they were measured."""
+    rates = ceilings.rates if ceilings and not ceilings.busy else {}
     return rates["bfloat16"] / rates["float32"] if rates.get("bfloat16") and rates.get("float32") else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, MutableMapping, Sequence
@@ -161,7 +162,7 @@ def map_tensors(value: Any, change: Callable[[Any], Any], torch: Any) -> Any:
     """Apply `change` to each tensor in nested tuples, lists, mappings, dataclasses and probability distributions, keeping every
     container's type.
 
-    Mappings that are not plain dictionaries (a ModelOutput), dataclasses and distributions are changed in place: they were made by
+    Mappings that are not plain dictionaries (a ModelOutput), and dataclasses, are changed in place: they were made by
     the forward that just returned, and may not be constructible from their items. Other objects are left alone.
     """
     if isinstance(value, torch.Tensor):
@@ -191,11 +192,26 @@ def map_tensors(value: Any, change: Callable[[Any], Any], torch: Any) -> Any:
             if new is not old:
                 object.__setattr__(value, field.name, new)      # frozen ones too
     elif isinstance(value, torch.distributions.Distribution):
-        for name, old in list(vars(value).items()):
-            new = map_tensors(old, change, torch)
-            if new is not old:
-                vars(value)[name] = new
+        return _distribution(value, change, torch)
     return value
+
+
+def _distribution(value: Any, change: Callable[[Any], Any], torch: Any) -> Any:
+    """Another one where anything is changed: the module may keep this one, a learned prior. What is one tensor by two names stays one."""
+    made: dict[int, Any] = {}
+
+    def once(tensor: Any) -> Any:
+        if id(tensor) not in made:
+            made[id(tensor)] = change(tensor)
+        return made[id(tensor)]
+
+    held = vars(value)
+    mapped = {name: map_tensors(old, once, torch) for name, old in held.items()}
+    if all(mapped[name] is old for name, old in held.items()):
+        return value
+    other = copy.copy(value)
+    vars(other).update(mapped)
+    return other
 
 
 def tensors(value: Any, torch: Any) -> list[Any]:

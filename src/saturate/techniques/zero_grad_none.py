@@ -49,7 +49,7 @@ TECHNIQUE = Technique(
     title="gradients dropped, not zeroed",
     numerics="exact",
     stage="model",
-    touches=(Touch("zero-grad"),),
+    touches=(Touch("zero-grad"), Touch("backward-call", 0)),
 )
 
 

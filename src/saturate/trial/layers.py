@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -86,8 +87,14 @@ def make_scratch(run_dir: Path) -> Path:
         let_go(folder)
         abandoned.clear(_ELSEWHERE, _prefix())
     while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            seen = folder.lstat()
+        except FileNotFoundError:
+            if not folder.parent.is_dir():
+                raise
+            continue                # somebody took it for abandoned, before it was held
+        if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid():
             raise PermissionError(f"{folder} belongs to another user")
         if not elsewhere:
             return folder
@@ -112,8 +119,10 @@ def discard(run_dir: Path, plan: CagePlan | None = None) -> None:
     Works on what a killed trial left: folders of mode 000 (overlayfs makes one) are opened first.
     """
     scratch = Path(plan.scratch) if plan and plan.scratch else scratch_folder(run_dir.resolve())
-    for folder in (run_dir / LAYERS, run_dir / SHADOW, run_dir / REHEARSAL, scratch):
+    for folder in (run_dir / LAYERS, run_dir / SHADOW, run_dir / REHEARSAL):
         _remove(folder)
+    with contextlib.suppress(FileNotFoundError):        # another process clears away what a killed trial has left, too, and goes on with it
+        _remove(scratch)
     let_go(scratch)
     (run_dir / INDEX).unlink(missing_ok=True)
 
