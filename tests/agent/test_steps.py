@@ -78,8 +78,8 @@ while True: opt.step(closure)
 """, ["S0"], None),
     "all in one step": ("""
 opt = torch.optim.LBFGS(model.parameters(), max_iter=10**9, max_eval=10**9, tolerance_grad=0, tolerance_change=-1)
-def closure():
-    opt.zero_grad(); loss = loss_of(); loss.backward(); return loss
+def closure():          # on other samples each time: on the same ones its gradient may become zero, which ends it
+    x.normal_(); opt.zero_grad(); loss = loss_of(); loss.backward(); return loss
 opt.step(closure)
 """, ["C"], 1),
     "no optimizer": ("""

@@ -136,6 +136,8 @@ def _made_smaller(torch: Any, loss: Any, gradient: Any) -> Any:
     """What a backward pass of `loss` that begins with `gradient` makes smaller: critics of Wasserstein GANs make what they say of one kind
     of samples larger, by -1. Only the sign counts, as scripts that scale their losses by hand may give the scale. Of many numbers, which may
 fill half a device, and have signs each of its own, nothing is made."""
+    if gradient is None:
+        return loss
     plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_complex()
                 for tensor in (loss, gradient))
     if not plain or loss.shape != gradient.shape or loss.numel() > MOST_SIGNED:
