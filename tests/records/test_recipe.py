@@ -241,7 +241,7 @@ def test_diff():
     )
     assert recipes.diff(RECIPE, other) == [
         "made_for.torch: 2.13.0+cpu -> 2.14.0", "- technique loader-workers", "+ technique new",
-        "compile.options.mode: default -> reduce-overhead", "order: bf16-autocast, compile -> compile, bf16-autocast",
+        "compile.options.mode: default -> reduce-overhead",
     ]
 
 

@@ -101,7 +101,7 @@ def _conflicts(owners: list[tuple[int, Entry, Any]]) -> list[Problem]:
 
 
 def diff(a: Recipe, b: Recipe) -> list[str]:
-    """What differs, one line each, from `a` to `b`; empty when nothing does."""
+    """What differs, one line each, from `a` to `b`; empty when nothing does. Their order is nothing: techniques declare their own."""
     lines = []
     for section in ("made_for", "evidence"):
         lines += _changes(section, msgspec.structs.asdict(getattr(a, section)), msgspec.structs.asdict(getattr(b, section)))
@@ -113,9 +113,6 @@ def diff(a: Recipe, b: Recipe) -> list[str]:
             old, new = (msgspec.structs.asdict(side[name]) for side in (left, right))
             lines += _changes(f"{clip(name)}.options", old.pop("options"), new.pop("options"))
             lines += _changes(clip(name), old, new)
-    common = [[name for name in side if name in left and name in right] for side in (left, right)]
-    if common[0] != common[1]:
-        lines.append(f"order: {', '.join(map(clip, common[0]))} -> {', '.join(map(clip, common[1]))}")
     return lines
 
 
