@@ -86,6 +86,7 @@ class FakeWorker:
 class World:
     """`factors` by technique id multiply; `drops` by id add up; `fails`, `idle` and `wrong` by id."""
 
+    folder = Path("workdir")
     factors: dict[str, float]
     drops: dict[str, float] = field(default_factory=dict)
     fails: dict[str, str] = field(default_factory=dict)
@@ -318,8 +319,9 @@ def test_who_is_beside_the_model_s_process_when_it_ends_twice_may_be_the_answer(
 
 def test_a_model_that_does_not_live_ends_the_search_by_name() -> None:
     world = Ends({"run": 0.5}).lives(5, 0)
-    with pytest.raises(EnvironmentProblem, match="another one does not live either"):
+    with pytest.raises(EnvironmentProblem, match="another one does not live either") as caught:
         walk(world, RUN)
+    assert "workdir='workdir' it goes on from here" in caught.value.remedy
     assert all(worker.closed for worker in world.baselines[1:])
 
 

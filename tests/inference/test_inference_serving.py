@@ -302,12 +302,14 @@ def test_a_batch_that_finds_no_room_ends_a_climb_and_not_the_search(monkeypatch:
 
 
 def test_the_end_of_a_process_takes_nothing_with_it_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = Ending(SimpleNamespace(baseline=None), None, [], 0.0, Phases(0.0))      # type: ignore[arg-type]
+    lab = SimpleNamespace(folder=Path("workdir"))
+    ending = Ending(SimpleNamespace(baseline=None), lab, [], 0.0, Phases(0.0))      # type: ignore[arg-type]
     attached: list[Any] = []
     monkeypatch.setattr(ending, "_attach", lambda error, note: attached.append((error, note)))
     with pytest.raises(EnvironmentProblem, match="has ended") as caught, ending.told():
         raise WorkerFailed("failed", "signal 9", outside=True)
     assert attached == [(caught.value, f"{caught.value.message}: signal 9")]
+    assert "workdir='workdir' it goes on from here" in caught.value.remedy
 
 
 @pytest.mark.parametrize(("verdict", "ratio", "said"), [("faster", 2.0, "faster"), ("inconclusive", 0.96, "inconclusive"),

@@ -51,6 +51,8 @@ CONCLUDING = 1.2
 class Lab(Protocol):
     """What the search and the confirmation ask of the machine; `lab` has the real one, tests have one without processes."""
 
+    folder: Path        # what a message names: the same call goes on from there
+
     def baseline(self) -> Any:
         """A fresh process with the user's own model. Raises WorkerFailed."""
 
