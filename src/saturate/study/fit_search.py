@@ -219,7 +219,7 @@ class Search(State):
                 again = self._propose()
                 self.proof_s = time.monotonic() - began
                 grows = size in self.growth         # what it holds already would count for the next size
-                enough = bool(self.proofs) and self.trials >= MOST_TRIALS
+                enough = attempt + 1 == MOST_PROOFS or (bool(self.proofs) and self.trials >= MOST_TRIALS)
                 if over or grows or again is None or enough or not self._in_place() or not self._time_for_another():
                     break
                 size, again = again, None
