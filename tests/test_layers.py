@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "measure": set(),
     "verify": {"records"},
     "findings": {"records"},
-    "trace": {"machine", "records"},
+    "trace": {"checkpoints.durable", "machine", "records"},
     "machine": {"records"},
     "report": {"records"},
     "records": set(),

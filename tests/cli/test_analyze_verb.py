@@ -170,7 +170,9 @@ def test_a_page_and_its_place(capsys, trace, tmp_path):
     assert len(text) < MAX_BYTES and "Input-bound" in text
     assert text.count("</script>") == 1 and "<b>gemm" not in text and "\u202e" not in text
     assert oct(page.stat().st_mode & 0o777) == oct(0o666 & ~_umask())
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".page")] == []
+    page.chmod(0o600)
+    assert run(capsys, trace(), "--html", page)[0] == 0 and page.stat().st_mode & 0o777 == 0o600, "nobody else could read the one before"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["page.html", "trace.json"]
 
 
 def _umask():
@@ -543,6 +545,20 @@ def test_a_closed_pipe_and_an_ascii_terminal(trace):
     finally:
         os.close(writer)
     assert done.returncode == 141 and "Traceback" not in done.stderr
+
+
+def test_nobody_reads_what_is_said_beside_json(trace, tmp_path):
+    """`saturate analyze --json TRACE --html PAGE 2>&1 >found.json | head -1`: 141, and no page."""
+    path, page = trace(), tmp_path / "page.html"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "saturate", "analyze", str(path), str(path), "--json", "--html", str(page)],
+        stdout=subprocess.PIPE,
+        stderr=writer,
+    )
+    os.close(writer)
+    assert done.returncode == 0 and page.exists() and json.loads(done.stdout)["verdict"] == "input-bound"
 
 
 def test_a_file_name_that_is_no_text_does_not_break_json(capsys, trace, tmp_path):

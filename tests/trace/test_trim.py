@@ -174,8 +174,10 @@ def test_the_input_is_never_overwritten(tmp_path, link):
 
 def test_an_older_result_is_replaced(tmp_path):
     (tmp_path / "out.json").write_text("old")
+    (tmp_path / "out.json").chmod(0o600)
     assert trim(write(tmp_path / "in.json", document(training())), tmp_path / "out.json").events > 10
     assert len(read(tmp_path / "out.json").gpu.start) == 3 and len(list(tmp_path.iterdir())) == 2
+    assert (tmp_path / "out.json").stat().st_mode & 0o777 == 0o600, "nobody else could read the one before"
 
 
 class FullDisk:

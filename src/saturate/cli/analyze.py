@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from saturate.cli._output import coloured, place_of, show_json, width
+from saturate.checkpoints import durable
+from saturate.cli._output import coloured, place_of, present, show_json, tell, width
 from saturate.errors import EnvironmentProblem, UsageError
 from saturate.records.spelling import suggestion
 
@@ -54,18 +54,16 @@ def execute(arguments: argparse.Namespace) -> int:
         record, text, page = analysis.analysed(files, progress, **_look(stream))
     if arguments.json:
         show_json(record)
-    print(text, file=stream)
+    present(text, stream)
     if arguments.html:
         _write(arguments.html, page())
-        print(f"wrote {arguments.html}", file=sys.stderr)
+        tell(f"wrote {arguments.html}\n")
     if arguments.trim:
         from saturate.trace.trim import trim
 
         done = trim(files[0], arguments.trim, arguments.steps)
         size = arguments.trim.stat().st_size
-        print(
-            f"wrote {arguments.trim} ({analysis.kept(done)}; {size:,} bytes), which opens in Perfetto", file=sys.stderr
-        )
+        tell(f"wrote {arguments.trim} ({analysis.kept(done)}; {size:,} bytes), which opens in Perfetto\n")
     return 0
 
 
@@ -73,7 +71,7 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
     """The files to read. Raises UsageError before any is read: a long list takes long."""
     names = list(dict.fromkeys(arguments.files))
     if again := len(arguments.files) - len(names):
-        print(f"{again:,} of the {len(arguments.files):,} traces were named before, and are read once", file=sys.stderr)
+        tell(f"{again:,} of the {len(arguments.files):,} traces were named before, and are read once\n")
     if len(names) > MOST:
         raise UsageError(
             f"{len(names):,} traces at once: at most {MOST:,} are read",
@@ -156,26 +154,11 @@ def _look(stream: Any) -> dict[str, Any]:
 def _write(path: Path, text: str) -> None:
     """All of the file or nothing of it. Raises EnvironmentProblem where it cannot be written."""
     try:
-        _replace(path, text)
+        durable.replace_text(place_of(path, "--html"), text)
     except OSError as error:
         raise EnvironmentProblem(
             f"{path} cannot be written", cause=error.strerror or str(error), remedy="free some space there, or name another place"
         ) from error
-
-
-def _replace(path: Path, text: str) -> None:
-    path = place_of(path, "--html")
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # a temporary file is private, a report is not
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def positive(text: str) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 import numpy as np
 
+from saturate.checkpoints import durable
 from saturate.errors import EnvironmentProblem, TraceError, UsageError
 from saturate.trace import kineto
 from saturate.trace._json_stream import repaired, walk
@@ -122,8 +122,9 @@ def trim(path: Path, out: Path, steps: int = 3) -> Trimmed:
     names, first, last = chosen.steps, chosen.first, _until_it_ran(trace, chosen)
     origin = trace.origin_ns - base_ns(document)
     keep = _Keep(names, first + origin, last + origin, _launched(trace, first, last))
-    try:
-        with _replaced(out) as file, _compressed(file, out) as sink:
+
+    def fill(file: BinaryIO) -> None:
+        with _compressed(file, out) as sink:
             sink.write(
                 b"{" + b"".join(b'"%s":%s,\n' % (name.encode(), value) for name, value in _facts(document.fields))
             )
@@ -132,6 +133,9 @@ def trim(path: Path, out: Path, steps: int = 3) -> Trimmed:
             walk(path, keep)
             keep.flows_with_both_ends()
             sink.write(b"\n]}\n")
+
+    try:
+        durable.replace(out, fill)
     except OSError as error:
         raise EnvironmentProblem(
             f"{out} cannot be written",
@@ -334,21 +338,6 @@ class _Keep:
 
 def _is_flow(event: _Event) -> bool:
     return isinstance(event.ph, str) and event.ph in _FLOW
-
-
-@contextlib.contextmanager
-def _replaced(out: Path) -> Iterator[BinaryIO]:
-    """A file that becomes `out` when the block ends well, and is gone when it does not."""
-    out = Path(os.path.realpath(out))  # a rename would take the place of a link
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        with open(part, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(out)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _compressed(file: BinaryIO, out: Path) -> Any:
