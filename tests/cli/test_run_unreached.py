@@ -36,6 +36,8 @@ def said(tmp_path: Path, clean_environment: dict[str, str]):
     (("nohup", "bash", "-o", "pipefail", "-c", "PYTHONPATH=. python3 -c 1"), "sets PYTHONPATH"),
     (("bash", "-c", "PYTHONPATH=.:$PYTHONPATH python3 -c 1"), ""),
     (("env", "-uPYTHONPATH", "python3", "-c", "1"), ""),        # what it takes out is put in again
+    (("nice", "env", "-i", "python3", "-c", "1"), ""),
+    (("bash", "-c", "nice env -i python3 -c 1"), "line 1 of the command given to bash starts Python by env"),
     (("env", "-S", "python3 -c 1"), "the options of env are not all known here"),
     (("sudo", "python3", "-c", "1"), "sudo clears the environment"),
     (("sudo", "-E", "python3", "-c", "1"), "sudo takes PYTHONPATH out of the environment"),         # it is in the list of what -E does not keep
@@ -55,6 +57,8 @@ def test_what_stands_on_the_command_line(command, expected, said):
     ("env A=1 PYTHONPATH=src python3 -c 1", True), ("export PYTHONPATH=$PWD/src:$PYTHONPATH", False), ("export PYTHONPATH=$(pwd):${PYTHONPATH:-}", False),
     ("PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} python3 -c 1", False), ("echo PYTHONPATH=.", False), ("MY_PYTHONPATH=. true", False),
     ("sudo python3 -c 1", True), ("sudo -E python3 -c 1", True),
+    ("env -u PYTHONPATH python3 -c 1", True), ("exec env -i A=1 python3 -c 1", True), ("env -i PYTHONPATH=$PYTHONPATH python3 -c 1", True),
+    ("env -u WANDB_MODE python3 -c 1", False), ("env -i true", False), ('env -i PYTHONPATH=$PYTHONPATH SATURATE_PLAN="$SATURATE_PLAN" python3 -c 1', False),
 ])
 @pytest.mark.parametrize("options", [(), ("-e",)])
 def test_a_script_that_takes_the_recipe_off_the_path(line, told, options, tmp_path, said):

@@ -139,9 +139,10 @@ def test_env_in_front_of_the_command(place: Place, options: list[str]) -> None:
     place.environment["PYTHONPATH"] = str(place.folder)
     assert b"argv" in place.same("env", *options, sys.executable, script)
     broken = place.recipe("zero-grad-none")
-    asked = place.plain(*SATURATE, "run", str(broken), "--", "env", *options, sys.executable, "-c",
-                        "import sys; print(getattr(sys, '_saturate_awake', False))")
-    assert asked.stdout == b"True\n", asked.stderr
+    for front in (["env"], ["nice", "env"]):
+        asked = place.plain(*SATURATE, "run", str(broken), "--", *front, *options, sys.executable, "-c",
+                            "import sys; print(getattr(sys, '_saturate_awake', False))")
+        assert asked.stdout == b"True\n", asked.stderr
 
 
 def test_torch_is_not_imported_before_the_script_does(place: Place) -> None:

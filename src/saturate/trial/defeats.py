@@ -9,7 +9,7 @@ import re
 import shlex
 from pathlib import Path
 
-from saturate.trial.launch import defeated_by, is_python, of_env
+from saturate.trial.launch import CARRIERS, defeated_by, is_python, of_env, taken_by_env
 
 #: Commands of a shell that print what follows them.
 _PRINTERS = (["echo"], ["printf"])
@@ -71,7 +71,7 @@ def not_handed_on(argv: list[str]) -> str | None:
     if sudo is None or any(Path(word).name not in _WRAPPERS for word in in_front[:1]):
         return None
     asked = next((word.partition("=")[2] for word in in_front[sudo:] if word.startswith("--preserve-env=")), "")
-    if {"PYTHONPATH", "SATURATE_PLAN"} <= set(asked.split(",")):
+    if set(CARRIERS) <= set(asked.split(",")):
         return None
     whole = any(word == "--preserve-env" or re.match(r"-[a-zA-Z]*E", word) for word in in_front[sudo:])
     return "sudo takes PYTHONPATH out of the environment, with -E as well" if whole else "sudo clears the environment"
@@ -97,6 +97,8 @@ def in_shell(script: str) -> tuple[int, str] | None:
     True
     >>> in_shell("cat <<END > run.sh\\npython -I x\\nEND\\npython -E y")
     (4, 'starts `python -E`, which ignores PYTHONPATH')
+    >>> in_shell("exec nice env -i HOME=$HOME python x.py")
+    (1, 'starts Python by env, which takes PYTHONPATH out of the environment')
     >>> in_shell("export PYTHONPATH=$PWD:$PYTHONPATH\\nPYTHONPATH=. python x.py")
     (2, 'sets PYTHONPATH without what it holds (PYTHONPATH=.:$PYTHONPATH keeps that)')
     """
@@ -132,6 +134,9 @@ def _defeat(command: list[str], line: str) -> str | None:
     # By the line: a value with $(...) in it is several words here.
     if any(word.startswith("PYTHONPATH=") for word in in_front) and not _KEEPS_PATH.search(line):
         return "sets PYTHONPATH without what it holds (PYTHONPATH=.:$PYTHONPATH keeps that)"
-    if command[:1] == ["sudo"] and any(map(is_python, command)):
+    if not any(map(is_python, command)):
+        return None
+    if command[:1] == ["sudo"]:
         return not_handed_on(command) and "starts Python by sudo, which takes PYTHONPATH out of the environment"
-    return None
+    _, taken, _ = taken_by_env(command, CARRIERS) or (0, [], {})
+    return f"starts Python by env, which takes {taken[0]} out of the environment" if taken else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +16,9 @@ PACKAGE = Path(__file__).resolve().parent.parent
 INJECT = PACKAGE / "agent" / "inject"
 
 HASH_SEED = "PYTHONHASHSEED"
+
+#: The variables that bring the agent into a process.
+CARRIERS = ("PYTHONPATH", "SATURATE_PLAN")
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -133,19 +137,38 @@ def of_env(argv: list[str]) -> tuple[int, bool, set[str], dict[str, str]] | None
     return len(argv), cleared, taken, given
 
 
+def taken_by_env(argv: list[str], names: Iterable[str]) -> tuple[int, list[str], dict[str, str]] | None:
+    """Of an `env` in front of the training: where its command begins, which of these variables do not get through, and what it sets.
+    None: there is none whose options are all known here.
+
+    >>> taken_by_env(["nice", "env", "-u", "A", "B=1", "python", "t.py"], ["A", "B", "C"])
+    (5, ['A'], {'B': '1'})
+    >>> taken_by_env(["python", "t.py", "env", "-u", "A"], ["A"]) is None
+    True
+    """
+    in_front = itertools.takewhile(lambda place: not (is_python(argv[place]) or begins_script(argv, place)), range(len(argv)))
+    start = next((place for place in in_front if Path(argv[place]).name == "env"), len(argv))
+    parts = of_env(argv[start:])
+    if parts is None:
+        return None
+    position, cleared, taken, given = parts
+    return start + position, [name for name in names if (cleared or name in taken) and name not in given], given
+
+
 def carried(argv: list[str], environment: Mapping[str, str], techniques: list[Chosen], more: Mapping[str, str] = _NOTHING) -> list[str]:
-    """The command to start, given an environment from `injected`: what a leading `env` would take out of it is put in again.
+    """The command to start, given an environment from `injected`: what an `env` in front of the training would take out of it is put in
+    again.
 
     >>> plain = {"PYTHONPATH": "/inject", "SATURATE_PLAN": "/plan.json"}
     >>> carried(["env", "-u", "PYTHONPATH", "A=1", "python", "t.py"], plain, [])
     ['env', '-u', 'PYTHONPATH', 'A=1', 'PYTHONPATH=/inject', 'python', 't.py']
     """
-    parts = of_env(argv)
-    if parts is None:
+    ours = [*CARRIERS, *sorted({name for chosen in techniques for name in chosen.environment} | set(more))]
+    found = taken_by_env(argv, ours)
+    if found is None:
         return argv
-    position, cleared, taken, given = parts
-    ours = ["PYTHONPATH", "SATURATE_PLAN", *sorted({name for chosen in techniques for name in chosen.environment} | set(more))]
-    again = {name: environment[name] for name in ours if (cleared or name in taken) and name not in given}
+    position, taken, given = found
+    again = {name: environment[name] for name in taken}
     if "PYTHONPATH" in given:
         again["PYTHONPATH"] = injected(given, "", [])["PYTHONPATH"]
     elif "PYTHONPATH" in again:
