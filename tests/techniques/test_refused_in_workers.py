@@ -403,6 +403,43 @@ def test_what_fails_in_workers_alone_is_made_where_the_script_makes_it(capfd):
     assert "has raised RuntimeError over a batch of Rows" in capfd.readouterr().err
 
 
+def of_a_local_class(samples):
+    class Batch:
+        def __init__(self):
+            self.samples = samples
+
+    return Batch()
+
+
+class AsksItself:
+    """Whoever puts it together again asks it for `__setstate__`, and it asks itself for what it does not have yet."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __getattr__(self, name):
+        return getattr(self.samples, name)
+
+
+@pytest.mark.parametrize(("collate", "reason"), [(of_a_local_class, "cannot be sent to another process"),
+                                                 (AsksItself, "cannot come from another process (RecursionError")])
+def test_batches_that_do_not_cross_are_made_in_the_training_process(collate, reason, capfd):
+    """The training waited for ever for those that a worker cannot send."""
+    loader_workers._say_once.cache_clear()
+    context = Context(torch)
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    try:
+        dataset = Rows()
+        changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": 2}, frozenset())
+        loader = DataLoader(dataset, batch_size=2, collate_fn=collate, **changes)
+        for _ in range(2):
+            assert [batch.samples for batch in loader] == [[n, n + 1] for n in range(0, 12, 2)]
+        assert loader.num_workers == 0
+    finally:
+        context.undo()
+    assert reason in capfd.readouterr().err
+
+
 class Curriculum(torch.utils.data.Dataset):
     level = 0
 

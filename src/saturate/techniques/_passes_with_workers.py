@@ -18,7 +18,15 @@ from saturate.data.glance import LOOKED, LOOKED_S, Watch
 from saturate.techniques._drawn_ahead import DrawnAhead, generators_of, set_state, state_of
 from saturate.techniques._given import Given
 from saturate.techniques._loaders import samplers_in
-from saturate.techniques._refused_in_workers import Failure, Passes, end, refusing_models, trained_by, without_workers
+from saturate.techniques._refused_in_workers import (
+    Failure,
+    Passes,
+    end,
+    refusing_models,
+    telling_what_stays,
+    trained_by,
+    without_workers,
+)
 
 
 def keep(context: Any, ours: Callable[[Any], bool], given: Given, lost: Callable[[Any], str], say: Callable[[str], None]) -> None:
@@ -86,7 +94,7 @@ def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None
     """Ask the sampler for indices at the first `next`, as without workers: what it draws then must not come before what the script
     draws, or another loader's sampler, between the beginning of a pass and its first batch."""
     iterator = context.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
-    reset, next_data, process = iterator._reset, iterator._next_data, iterator._process_data
+    reset, next_data, get, process = iterator._reset, iterator._next_data, iterator._get_data, iterator._process_data
     waiting: weakref.WeakSet[Any] = weakref.WeakSet()      # iterators whose workers have nothing to do before the first `next`
     orders: weakref.WeakKeyDictionary[Any, DrawnAhead] = weakref.WeakKeyDictionary()
     passes = Passes(context.torch)
@@ -160,6 +168,10 @@ def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None
         say(reason)
         return passes.go_on_here(self, failure)
 
+    @functools.wraps(get)
+    def get_received(self: Any) -> Any:
+        return passes.receive(self, get)
+
     @functools.wraps(process)
     def process_kept(self: Any, data: Any, *arguments: Any) -> Any:
         return process(self, passes.kept(self, data), *arguments)
@@ -173,6 +185,7 @@ def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None
     context.on_undo(undo)
     context.set_attribute(iterator, "_reset", late_reset)
     context.set_attribute(iterator, "_next_data", late_next)
+    context.set_attribute(iterator, "_get_data", get_received)
     context.set_attribute(iterator, "_process_data", process_kept)
 
 
@@ -224,7 +237,7 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
             generators = [_seeds_workers(context.torch, loader), *generators_of(list(samplers_in(loader._index_sampler)))]
             states = [state_of(generator) for generator in generators]
             try:
-                with refusing_models(context.torch, trained_by(context.built_optimizers())):
+                with refusing_models(context.torch, trained_by(context.built_optimizers())), telling_what_stays(context.torch):
                     return make(loader)
             except OSError as error:        # if it is the script's own, it comes again
                 _end_half_made(context.torch, error)

@@ -11,6 +11,9 @@ How they are lost: the kernel ends a process where memory runs short, and the sc
 lost workers whenever a child process ends, and raises wherever the training is then. Here it looks only while the training waits for a
 batch, where there is somebody who can go on, and not while the sampler draws, which would be over.
 
+What does not cross: a batch of a class that was made in a function, or with a generator or a lambda in it, cannot be pickled, and torch
+would wait for it for ever. Others are pickled, and cannot be put together again (a `__getattr__` that asks for what is not there yet).
+
 Whatever else a worker raises is the script's, which may expect it: to skip a file that cannot be read, say. Of a worker's exception there
 is only a text here, and torch makes another one of it, of the same class where that takes a text, without its attributes. So that
 batch is made once more, in the training process: it raises what the script alone would have raised."""
@@ -20,16 +23,22 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import multiprocessing.connection
 import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from saturate.techniques._interrupts import from_signal_handler
+
 #: From torch.cuda, raised in the worker and again in the training process, with the worker's traceback.
 REFUSAL = "Cannot re-initialize CUDA in forked subprocess"
 #: From `refusing_models`, in the same way.
 TRAINED = "a worker process has no model that is being trained, but a copy"
+
+#: From `telling_what_stays`, in the same way.
+STAYS = "a worker process cannot send what it has made"
 
 #: From torch, of workers that have ended before their work: which.
 LOST = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
@@ -48,7 +57,8 @@ _MANY = "makes batches that the training keeps, more than files may be open"
 #: What is said of a dataset whose batches no worker can make.
 _REASONS = {REFUSAL: "uses CUDA, which forked workers cannot",
             "Too many open files": _MANY, "received 0 items of ancdata": _MANY,
-            TRAINED: "calls the model that is being trained, of which workers have a copy as it was when they began"}
+            TRAINED: "calls the model that is being trained, of which workers have a copy as it was when they began",
+            STAYS: "makes batches that cannot be sent to another process"}
 
 
 def trained_by(optimizers: list[Any]) -> frozenset[int]:
@@ -72,6 +82,36 @@ def refusing_models(torch: Any, trained: frozenset[int]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextlib.contextmanager
+def telling_what_stays(torch: Any) -> Iterator[None]:
+    """Where workers are forked inside of this, one that cannot send a batch says so. `multiprocessing` would print why, and send nothing."""
+    module = torch.utils.data._utils.worker
+    original = module._worker_loop
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def loop(*args: Any, **kwargs: Any) -> None:
+        results = signature.bind(*args, **kwargs).arguments["data_queue"]
+
+        def tell(error: Exception, kept: Any) -> None:
+            if isinstance(kept, tuple):         # otherwise it was pickled, and whoever it was for has ended
+                told = RuntimeError(f"{STAYS} ({type(error).__name__}: {error})")
+                results.put((kept[0], torch._utils.ExceptionWrapper((RuntimeError, told, None))))
+
+        results._on_queue_feeder_error = tell
+        original(*args, **kwargs)
+
+    module._worker_loop = loop
+    try:
+        yield
+    finally:
+        module._worker_loop = original
+
+
+class NotReceived(Exception):
+    """A batch that a worker has sent could not be put together; the message says why."""
 
 
 class Asked:
@@ -170,6 +210,15 @@ class Passes:
         if iterator in self._asked:
             self._asked[iterator][0].came()
 
+    def receive(self, iterator: Any, get: Callable[[Any], Any]) -> Any:
+        """What `get` finds. Nothing of the script's but its signal handlers runs there: what it raises that is not known is of the batch."""
+        try:
+            return get(iterator)
+        except Exception as error:
+            if not self.goes_on(iterator) or from_signal_handler(error) or self.must_go_on_here(iterator, error):
+                raise
+            raise NotReceived(f"{type(error).__name__}: {error}") from error
+
     def kept(self, iterator: Any, data: Any) -> Any:
         """What a worker has sent, or a `Failure` where torch would raise."""
         return Failure(data) if iterator in self._asked and isinstance(data, self._torch._utils.ExceptionWrapper) else data
@@ -183,6 +232,8 @@ class Passes:
         if iterator not in self._asked:
             return ""
         dataset = type(iterator._dataset).__name__
+        if isinstance(error, NotReceived):
+            return f"{dataset} or its collate_fn makes batches that cannot come from another process ({error}): there are none"
         if lost(iterator, error):
             return f"{dataset} has lost a worker ({error}): its batches are made in the training process from here on"
         found = (said for refusal, said in _REASONS.items() if refusal in str(error))
