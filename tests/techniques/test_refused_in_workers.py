@@ -440,6 +440,25 @@ def test_batches_that_do_not_cross_are_made_in_the_training_process(collate, rea
     assert reason in capfd.readouterr().err
 
 
+class Spectra(Rows):
+    def __getitem__(self, index):
+        spectrum = torch.tensor([complex(index, index + 1)]).conj()
+        return spectrum, spectrum.imag
+
+
+def test_tensors_that_are_yet_to_be_conjugated_come_as_they_are():
+    context = Context(torch)
+    loader_workers.apply(context, loader_workers.Options(workers=2))
+    try:
+        dataset = Spectra()
+        changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": None}, frozenset())
+        loader = DataLoader(dataset, batch_size=None, **changes)
+        assert [(a.tolist(), b.tolist()) for a, b in loader] == [(a.tolist(), b.tolist()) for a, b in map(dataset.__getitem__, range(12))]
+        assert loader.num_workers == 2
+    finally:
+        context.undo()
+
+
 class Curriculum(torch.utils.data.Dataset):
     level = 0
 

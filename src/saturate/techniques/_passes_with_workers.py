@@ -23,7 +23,7 @@ from saturate.techniques._refused_in_workers import (
     Passes,
     end,
     refusing_models,
-    telling_what_stays,
+    sending_all,
     trained_by,
     without_workers,
 )
@@ -237,7 +237,7 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
             generators = [_seeds_workers(context.torch, loader), *generators_of(list(samplers_in(loader._index_sampler)))]
             states = [state_of(generator) for generator in generators]
             try:
-                with refusing_models(context.torch, trained_by(context.built_optimizers())), telling_what_stays(context.torch):
+                with refusing_models(context.torch, trained_by(context.built_optimizers())), sending_all(context.torch):
                     return make(loader)
             except OSError as error:        # if it is the script's own, it comes again
                 _end_half_made(context.torch, error)

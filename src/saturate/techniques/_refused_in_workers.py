@@ -37,7 +37,7 @@ REFUSAL = "Cannot re-initialize CUDA in forked subprocess"
 #: From `refusing_models`, in the same way.
 TRAINED = "a worker process has no model that is being trained, but a copy"
 
-#: From `telling_what_stays`, in the same way.
+#: From `sending_all`, in the same way.
 STAYS = "a worker process cannot send what it has made"
 
 #: From torch, of workers that have ended before their work: which.
@@ -85,8 +85,13 @@ def refusing_models(torch: Any, trained: frozenset[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def telling_what_stays(torch: Any) -> Iterator[None]:
-    """Where workers are forked inside of this, one that cannot send a batch says so. `multiprocessing` would print why, and send nothing."""
+def sending_all(torch: Any) -> Iterator[None]:
+    """Where workers are forked inside of this, one that cannot send a batch says so: `multiprocessing` would print why, and send nothing. Of
+    a tensor that is yet to be conjugated or negated torch sends what lies in memory: here that is done before."""
+    from multiprocessing.reduction import ForkingPickler
+
+    from torch.multiprocessing.reductions import reduce_tensor
+
     module = torch.utils.data._utils.worker
     original = module._worker_loop
     signature = inspect.signature(original)
@@ -101,6 +106,7 @@ def telling_what_stays(torch: Any) -> Iterator[None]:
                 results.put((kept[0], torch._utils.ExceptionWrapper((RuntimeError, told, None))))
 
         results._on_queue_feeder_error = tell
+        ForkingPickler.register(torch.Tensor, lambda tensor: reduce_tensor(tensor.resolve_conj().resolve_neg()))     # in this process alone
         original(*args, **kwargs)
 
     module._worker_loop = loop
