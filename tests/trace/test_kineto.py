@@ -74,10 +74,11 @@ def test_what_a_kernel_does_not_say_is_unknown(reading):
     assert np.isnan(gpu.occupancy).all() and np.isnan(gpu.blocks_per_sm).all() and not gpu.graph.any()
 
 
-@pytest.mark.parametrize("said", [{"est. achieved occupancy %": 250}, {"grid": [0, 0, 0]}, {"grid": [2**31, 2**31, 2**31]}])
+@pytest.mark.parametrize("said", [{"est. achieved occupancy %": 250}, {"grid": [0, 0, 0]}, {"grid": [2**31, 2**31, 2**31]},
+                                  {"blocks per SM": -5}, {"blocks per SM": 1e300}])
 def test_impossible_launch_shapes_are_unknown(reading, said):
     gpu = reading(document([kernel("k", 1, 1, 1, **said)])).gpu
-    assert np.isnan(gpu.occupancy).all() and gpu.blocks.tolist() == [-1]
+    assert np.isnan(gpu.occupancy).all() and np.isnan(gpu.blocks_per_sm).all() and gpu.blocks.tolist() == [-1]
 
 
 def test_copies(reading):

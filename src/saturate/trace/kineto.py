@@ -295,6 +295,7 @@ class _Reader:
             stream = np.where(stream < 0, [small(row.tid) for row in rows], stream)
         occupancy = floats(args, "occupancy")
         occupancy = np.where(np.isnan(occupancy), floats(args, "occupancy_2021"), occupancy) / 100
+        blocks_per_sm = floats(args, "blocks_per_sm")
         return {
             "kind": np.full(len(rows), kind),
             "device": device,
@@ -304,7 +305,7 @@ class _Reader:
             "bytes": integers(args, "bytes"),
             "blocks": np.array([volume(a.grid) for a in args], "i8"),
             "threads": np.array([volume(a.block) for a in args], "i8"),
-            "blocks_per_sm": floats(args, "blocks_per_sm"),
+            "blocks_per_sm": np.where((blocks_per_sm >= 0) & (blocks_per_sm < 2**31), blocks_per_sm, np.nan),
             "occupancy": np.where((occupancy >= 0) & (occupancy <= 1), occupancy, np.nan),
             "registers": integers(args, "registers"),
             "shared_bytes": integers(args, "shared_bytes"),
