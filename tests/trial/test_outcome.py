@@ -174,6 +174,8 @@ def test_a_command_that_needs_a_terminal_is_told_that_there_is_none(log) -> None
 def test_a_time_limit_of_the_commands_own_is_named() -> None:
     ended = outcome.classify({"ended": "exit", "code": 124}, "epoch 3\n", 0, True, None)
     assert ended.kind == "exited" and "`timeout`" in ended.reason and "take `timeout` out" in ended.remedy
+    ended = outcome.classify({"ended": "signal", "signal": 14}, "epoch 3\n", 0, True, None)
+    assert ended.kind == "killed_by_signal" and "signal.alarm" in ended.remedy
 
 
 @pytest.mark.parametrize("kills, kind", [(0, "killed_by_signal"), (1, "out_of_memory_host"), (None, "out_of_memory_host")])

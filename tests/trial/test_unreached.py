@@ -13,7 +13,7 @@ import pytest
 
 from saturate.agent import application
 from saturate.errors import UsageError
-from saturate.trial import endings, planning, tree
+from saturate.trial import endings, planning, process, tree
 from saturate.trial.process import TrialEnded
 
 OLD = "import sys\nsys.version_info = (3, 10, 0, 'final', 0)\n"
@@ -139,6 +139,24 @@ def test_a_training_that_a_daemon_starts_is_not_taken_for_the_trials_own(daemon,
     while tree.state(training) not in ("", "Z") and time.monotonic() < until:
         time.sleep(0.05)
     assert tree.state(training) in ("", "Z"), "it trains on, and writes for real"
+
+
+def test_a_script_that_closes_what_is_not_its_own_is_told_so(script, start, monkeypatch):
+    """Seen: "the process that trained ended, or became another program", and more steps were asked for."""
+    monkeypatch.setattr(process, "GRACE_S", 3.0)
+    trial = start(str(script("import os\n" + ENDLESS + "    if os.path.exists('close'): os.closerange(3, 256)\n")))
+    trial.wait_ready()
+    (trial.workload.cwd / "close").touch()
+    with pytest.raises(TrialEnded) as ended:
+        trial.run_block(1, 20)
+    assert ended.value.outcome.kind == "no_agent" and "os.closerange" in ended.value.outcome.reason
+
+
+def test_who_a_process_is_does_not_depend_on_what_a_script_puts_in_the_place_of_getpid(script, start):
+    trial = start(str(script("import os\n" + ENDLESS + "    if os.path.exists('replace'): os.getpid = lambda: 42\n")), timeout_s=10.0)
+    trial.wait_ready()
+    (trial.workload.cwd / "replace").touch()
+    assert len(trial.run_block(1, 20).timed_ns) == 20
 
 
 @pytest.mark.parametrize("command", [("env", "-i"), ("env", "-u", "WANDB_MODE"), ("env", "-uWANDB_MODE")])

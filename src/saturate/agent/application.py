@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import inspect
 import json
-import os
 import traceback
 from collections.abc import Collection
 from pathlib import Path
+from posix import getpid
 from typing import Any
 
 from saturate import notices
@@ -183,7 +183,7 @@ def _leave_word(session: Any) -> None:
     word = {"steps": max(optimizers, default=session.counts.get("B", 0)), "recognised": session.step is not None and not session.awaited,
             "events": " ".join(session.tokens[-20:]), "wrong_step": _wrong_step(session)}
     with contextlib.suppress(OSError):      # a full disk: what is left of the word is none, and is passed over
-        Path(f"{session.plan['ended']}-{os.getpid()}.json").write_text(json.dumps(word), encoding="utf-8")
+        Path(f"{session.plan['ended']}-{getpid()}.json").write_text(json.dumps(word), encoding="utf-8")
 
 
 def _wrong_step(session: Any) -> str:
@@ -214,7 +214,7 @@ def report_failure(session: Any, text: str, how: str = "failed") -> None:
     """The agent failed, or `how` it ended, before it came to the gate: tell the user, and the controller, who would wait for it in vain."""
     notices.tell(f"saturate: the agent {how} and withdrew; the run goes on without it\n{text}")
     if session.phase == "asleep" and "ended" in session.plan:      # it may never train: a word that is read where nobody greets
-        Path(f"{session.plan['ended']}-stayed-out-{os.getpid()}.json").write_text(json.dumps({"failed": text}), encoding="utf-8")
+        Path(f"{session.plan['ended']}-stayed-out-{getpid()}.json").write_text(json.dumps({"failed": text}), encoding="utf-8")
     if session.plan["mode"] == "run" or session.phase == "asleep" or not session.plan.get("socket"):
         return
     from saturate.agent.gate import Gate
@@ -341,14 +341,14 @@ def _report_end(session: Any) -> None:
     tried = {entry["id"] for entry, _ in session.applied}
     late = [entry["id"] for entry in session.plan["techniques"] if entry["id"] not in tried]
     short = _died_of_memory(session)
-    if late and (session.counts or short) and os.getpid() == session.pid and observe.rank() == 0:
+    if late and (session.counts or short) and getpid() == session.pid and observe.rank() == 0:
         why = "the script ended within the few steps that show what one is"
         if short:
             why = ("the script ran out of memory within the first steps; such techniques act once those have shown what a "
                    "step is, about from the fifth on, and `saturate fit` finds a batch that fits")
         notices.tell(f"saturate: {', '.join(late)} did not take effect: {why}\n")
         report_run(session)
-    if session.boundaries > session.placed_at and os.getpid() == session.pid and observe.rank() == 0:
+    if session.boundaries > session.placed_at and getpid() == session.pid and observe.rank() == 0:
         uncalled = session.context.never_called() if not session.inspection.compiled else {}
         for owner, names in uncalled.items():
             notices.tell(f"saturate: {owner} did not take effect: the script trains without calling the forward of "

@@ -36,6 +36,7 @@ import threading
 import time
 import zlib
 from collections import deque
+from posix import getpid
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -139,7 +140,7 @@ class Drill:
     # -- what is written down --------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._file = os.open(os.path.join(self.plan["folder"], f"{os.getpid()}.jsonl"),
+        self._file = os.open(os.path.join(self.plan["folder"], f"{getpid()}.jsonl"),
                              os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._write({"at": "start", "rank": observe.rank(), "world_size": observe.world_size()})
 
@@ -157,7 +158,7 @@ class Drill:
 
     def _mine(self) -> bool:
         """Whether this is the process that was meant: a forked child inherits everything."""
-        return os.getpid() == self.session.pid
+        return getpid() == self.session.pid
 
     def _stand_still(self) -> None:
         self._write({"at": "held"})

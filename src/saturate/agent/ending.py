@@ -10,9 +10,9 @@ import atexit
 import functools
 import multiprocessing.process
 import multiprocessing.util
-import os
 import sys
 from collections.abc import Callable
+from posix import getpid
 from typing import Any
 
 #: Behind all that joins the script's threads and queues there: the higher, the sooner.
@@ -37,14 +37,14 @@ class Ending:
     def listen(self) -> None:
         """In a child that was forked since, which has forgotten what its parent had told `multiprocessing`."""
         forked = multiprocessing.process.parent_process() is not None and multiprocessing.get_start_method(allow_none=True) != "spawn"
-        if forked and self._known_in != os.getpid():
-            self._known_in = os.getpid()
+        if forked and self._known_in != getpid():
+            self._known_in = getpid()
             multiprocessing.util.Finalize(None, self._end, exitpriority=0)
             multiprocessing.util.Finalize(None, self._end_process, exitpriority=_LAST)
 
     def _end(self) -> None:
-        if self._ended_in != os.getpid():
-            self._ended_in = os.getpid()
+        if self._ended_in != getpid():
+            self._ended_in = getpid()
             for function in reversed(self._functions):
                 function()
 

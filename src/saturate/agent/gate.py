@@ -20,10 +20,15 @@ import json
 import os
 import socket
 from pathlib import Path
+from posix import getpid
 from typing import Any, NoReturn
 
 from saturate.agent.timeline import Mark, Timeline
 from saturate.measure import placement
+
+
+class Cut(OSError):
+    """The script has closed the connection, among descriptors that it has not opened (os.closerange)."""
 
 
 class Gate:
@@ -42,6 +47,7 @@ class Gate:
             self._leave(plan.get("ended"))
         self._file = self._socket.makefile("rwb")
         self._rank = hello["rank"]
+        self._word = plan.get("ended")
         self.remaining = 0
         self._timed = 0
         self.split = False
@@ -51,7 +57,7 @@ class Gate:
         self._spans: list[tuple[str, Mark, Mark]] = []      # parts of steps, not read yet
         self.evaluations: list[int] = []        # indices of steps that contained an evaluation
         self.parts: dict[str, int] = {}
-        self._name = {"at": "hello", "token": plan["token"], "pid": os.getpid(), "t_ns": clock()}
+        self._name = {"at": "hello", "token": plan["token"], "pid": getpid(), "t_ns": clock()}
         self.greet(hello)
 
     def greet(self, hello: dict[str, Any]) -> None:
@@ -101,6 +107,8 @@ class Gate:
                 line = self._file.readline()
             except ConnectionError:
                 line = b""
+            except OSError as error:
+                raise self._cut() from error
             if not line:
                 self._leave()
             order = json.loads(line)
@@ -129,6 +137,17 @@ class Gate:
             self._file.flush()
         except ConnectionError:
             self._leave()
+        except OSError as error:
+            raise self._cut() from error
+
+    def _cut(self) -> Cut:
+        """What to raise. The number may be another file's by now, and is not ours to close; the controller sees the end of a connection, and
+        finds the reason in its folder."""
+        self._socket.detach()
+        if self._word is not None:
+            with contextlib.suppress(OSError):
+                Path(f"{self._word}-cut-{getpid()}").touch()
+        return Cut("the script has closed the connection with the controller (os.closerange)")
 
     @staticmethod
     def _leave(word: str | None = None) -> NoReturn:
@@ -136,5 +155,5 @@ class Gate:
         this process where it can. `word`: the beginning of a path, where it is to be told that it was not reached."""
         if word is not None:
             with contextlib.suppress(OSError):
-                Path(f"{word}-stayed-out-{os.getpid()}.json").write_text('{"elsewhere": true}', encoding="utf-8")
+                Path(f"{word}-stayed-out-{getpid()}.json").write_text('{"elsewhere": true}', encoding="utf-8")
         os._exit(0)

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+from posix import getpid        # a script may put a function of its own in the place of `os.getpid`
 from typing import Any
 
 from saturate.agent import (
@@ -63,7 +64,7 @@ class Session(Guest):
 
         self.torch = torch
         self.plan = plan
-        self.pid = os.getpid()
+        self.pid = getpid()
         self.context = Context(torch)
         super().__init__(self.context.undo)
         self.ending = ending.Ending(self._leave_as_diverged)
@@ -142,7 +143,7 @@ class Session(Guest):
     @property
     def asleep(self) -> bool:
         """True in every process that must be left alone: forked children of a rank, loader workers."""
-        return self.dead or os.getpid() != self.pid
+        return self.dead or getpid() != self.pid
 
     # -- events from the seams -----------------------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class Session(Guest):
 
         if get_worker_info() is not None:
             return
-        self.pid = os.getpid()      # a forkserver child inherits the session of its parent
+        self.pid = getpid()      # a forkserver child inherits the session of its parent
         self.phase = "discover"
         self._woke = _CLOCK()
         from saturate.agent import application
@@ -171,7 +172,7 @@ class Session(Guest):
         from torch.utils.data import get_worker_info
 
         if not self.counts and get_worker_info() is None:
-            self.pid = os.getpid()
+            self.pid = getpid()
             self._woke = _CLOCK()
             self.ending.listen()
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from posix import getpid
 from statistics import median
 from typing import Any
 
@@ -66,12 +67,12 @@ class Keeper:
         self.problem = ""                       # why nothing is stored any more
         self._tidied: set[str] = set()          # folders in which nothing lies that a killed process left
         self._lock = threading.RLock()
-        self._pid = os.getpid()
+        self._pid = getpid()
         self._began = manifests.new_id()        # behind the ids of earlier runs
 
     def save(self, path: str, write: Callable[[Any], None]) -> None:
         """`write(target)` writes the checkpoint to a path or to a binary stream. Raises what that raises."""
-        if os.getpid() != self._pid or not _replaceable(path):
+        if getpid() != self._pid or not _replaceable(path):
             write(path)
             return
         write = _interruptible(write)
@@ -95,7 +96,7 @@ class Keeper:
 
     def close(self) -> None:
         """The program ends: leave plain files where it would look for its newest checkpoints."""
-        if os.getpid() != self._pid:
+        if getpid() != self._pid:
             return
         with self._lock:
             newest = {manifest.series: manifest for manifest in self.own}

@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from posix import getpid
 from typing import Any
 
 from saturate import notices
@@ -87,7 +88,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._number = 0
         self._clean: set[str] = set()
-        self._pid = os.getpid()
+        self._pid = getpid()
         self._began = _began(self._pid)
         self._finished = mmap.mmap(-1, 8)           # all jobs up to this number are done; shared with forked children
         _alive.add(self)
@@ -97,7 +98,7 @@ class Writer:
     @property
     def foreign(self) -> bool:
         """Whether this is a forked child: its saves are its own, and only what it looks at waits for the parent."""
-        return os.getpid() != self._pid
+        return getpid() != self._pid
 
     def save(self, path: str, folder: str, records: list[tuple[str, Any, int]], alignment: int, over: bool = False) -> None:
         """Store records (name, bytes or storage, bytes) as an archive, or a bare one where `folder` is empty. `over`: without us, the file

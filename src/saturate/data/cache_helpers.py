@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
+from posix import getpid
 from typing import Any
 
 from saturate import ranks
@@ -75,9 +76,9 @@ class Helpers:
         self._shared = mmap.mmap(-1, mmap.PAGESIZE)
         self.reached(reached)
         self._running: dict[int, int] = {}              # what stands for a helper in system calls, and its number
-        self.stop = weakref.finalize(self, _stop, self._running, os.getpid())       # called at the end, if not before
+        self.stop = weakref.finalize(self, _stop, self._running, getpid())       # called at the end, if not before
         with contextlib.suppress(OSError):              # there is no room for another process: fewer will do
-            work = _Work(reader, batches, self._shared, threads, os.pidfd_open(os.getpid()), time.monotonic() + seconds)
+            work = _Work(reader, batches, self._shared, threads, os.pidfd_open(getpid()), time.monotonic() + seconds)
             try:
                 self._fork(work, count)
             finally:
@@ -105,7 +106,7 @@ class Helpers:
 
 
 def _stop(running: dict[int, int], owner: int) -> None:
-    if os.getpid() != owner:            # a fork of the training: they are not its
+    if getpid() != owner:            # a fork of the training: they are not its
         return
     for process in running:
         with contextlib.suppress(ProcessLookupError):

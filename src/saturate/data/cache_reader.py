@@ -7,8 +7,8 @@ within epochs a glance tells whether the dataset was changed.
 from __future__ import annotations
 
 import operator
-import os
 import time
+from posix import getpid
 from typing import Any
 
 from saturate import notices
@@ -89,7 +89,7 @@ class Reader:
         self._before = self._glance         # before those items that are made now; None: not looked at
 
     def _began_anew(self) -> None:
-        self._pid = os.getpid()
+        self._pid = getpid()
         self._began, self._spent_s, self._looking_s = time.perf_counter(), 0.0, 0.0
         self._read = self._stored = 0
         self._uneven = False                    # whether a batch of items that differ in size was made again and compared
@@ -233,7 +233,7 @@ class Reader:
     def _usable(self) -> bool:
         if self.off:
             return False
-        if os.getpid() != self._pid:
+        if getpid() != self._pid:
             self._began_anew()
         if self.store.dropped:
             self.off = self.store.reason

@@ -53,6 +53,7 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from posix import getpid
 from typing import Any
 
 from saturate import notices
@@ -129,11 +130,11 @@ def apply(context: Any, options: Options) -> str:
 
 def _ending(leave: Any, close: Any) -> Any:
     """`os._exit`, which calls nothing that was registered for the end: that of a script, and of the watchdog."""
-    owner = os.getpid()
+    owner = getpid()
 
     @functools.wraps(leave)
     def ending(status: int) -> None:
-        if os.getpid() == owner:        # not a forked worker
+        if getpid() == owner:        # not a forked worker
             close()
         leave(status)
 

@@ -21,6 +21,11 @@ def absent(folder: Path) -> Outcome | None:
     return next((stayed_out(**word) for word in found if word), None)
 
 
+def cut(folder: Path) -> bool:
+    """Whether a process that trained found its connection closed."""
+    return any(folder.glob("ended-cut-*"))
+
+
 def _word(path: Path) -> LastWords | None:
     try:
         return LastWords(**_left(path))

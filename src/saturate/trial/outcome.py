@@ -110,6 +110,9 @@ _IN_THE_FOREGROUND = "run the training in the foreground, such that the command 
 _TIMEOUT_CODE = 124
 _TIMEOUT_REMEDY = "take `timeout` out of the command, or give it longer than --budget: saturate ends the command itself"
 
+#: ... and what a program's own alarm ends it with.
+_ALARM_REMEDY = "a time limit that the command sets itself (signal.alarm) goes on while its trial stands still: take it out, or give it longer than --budget"
+
 _SIGKILL_REMEDY = ("find out what sent it: `timeout -s KILL`, a limit of the job, a service that ends programs before memory runs out "
                    "(systemd-oomd, earlyoom), or the command itself")
 
@@ -159,7 +162,7 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
         if number == signal.SIGKILL:
             return Outcome("out_of_memory_host", "killed with SIGKILL, as the kernel does when memory runs out",
                            _REMEDIES["out_of_memory_host"])
-        return Outcome("killed_by_signal", f"ended by {_signal_name(number)}")
+        return Outcome("killed_by_signal", f"ended by {_signal_name(number)}", _ALARM_REMEDY if number == signal.SIGALRM else "")
     if code == _TIMEOUT_CODE:
         return Outcome("exited", f"exit code {code}, as of `timeout` when its time is over", _TIMEOUT_REMEDY)
     if TRACEBACK in log:
@@ -237,6 +240,11 @@ def _ignores_us(injectable: str) -> Outcome:
 ELSEWHERE = Outcome("no_agent", "the process that trains is none of the command's: another program on this machine started it for the command (Slurm, a "
                     "container engine, Ray), outside of what isolates and ends trials",
                     "put what starts it in front of saturate (srun saturate tune -- python train.py), or let the command start the training itself")
+
+
+#: Of a process that goes on without its connection.
+CUT = Outcome("no_agent", "the script closes descriptors that it has not opened (os.closerange), and the agent's connection was among them",
+              "let it close those that it has opened itself, or all of them before it begins to train")
 
 
 def stayed_out(why: str = "", failed: str = "", elsewhere: bool = False) -> Outcome:

@@ -27,7 +27,7 @@ from saturate.trial.gate import (
     SeveralTrainings,
     StartedElsewhere,
 )
-from saturate.trial.outcome import ELSEWHERE, Outcome, apart, classify, late, stalled, unseen, with_exception
+from saturate.trial.outcome import CUT, ELSEWHERE, Outcome, apart, classify, late, stalled, unseen, with_exception
 
 #: A workload that keeps printing (tokenising, downloading) is not hung, but it is not waited for longer than this many
 #: times the silence that would be a hang.
@@ -379,6 +379,8 @@ class Trial:
             endings.last(self.spec.folder) if hello is None else None, raised=any(notice.get("raised") for notice in last))
         if self.ended.kind in ("never_trained", "hung"):
             self.ended = endings.absent(self.spec.folder) or self.ended
+        if self.ended.kind in ("too_short", "hung") and endings.cut(self.spec.folder):
+            self.ended = CUT
         if self.spec.cage:
             self.ended = refusals.by_isolation(self.ended, CagePlan.from_json(self.spec.cage), said) or self.ended
         if self.ended.kind in ("crashed", "exited") and (not self.ended.remedy or self.ended.reason.startswith("EOFError")):
