@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from posix import getpid        # a script may put a function of its own in the place of `os.getpid`
+from posix import getpid  # a script may put a function of its own in the place of `os.getpid`
 from typing import Any
 
 from saturate.agent import (
