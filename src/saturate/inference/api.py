@@ -303,7 +303,7 @@ def slower_than_the_model(ending: Ending) -> bool:
 def _best_lossless(search: Search, lab: Lab) -> tuple[confirm.Confirmed | None, str]:
     """The second baseline, stored and loaded like the winner. None: it is the model itself, or not known for a reason."""
     turns = 0
-    while (found := search.best(lossless=True)) is not None and search.value(found) > search.least:
+    while (found := search.best(lossless=True)) is not None and search.value(found) > search.beats:
         if search.too_late(found):
             return None, f"the time ended before {found.candidate.label()} was stored and raced"
         if turns == LOSSLESS_TURNS:

@@ -18,11 +18,10 @@ from saturate.inference import racing
 from saturate.inference.candidates import Candidate
 from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.limits import decided, over_limit, too_few_calls
-from saturate.inference.plan import HELPS
 from saturate.inference.racing import Race
 from saturate.inference.search import CONCLUDING, NEEDS_LESS, WEIGHED, Lab, Search, Tried
 from saturate.measure.race import Limits
-from saturate.records.inference import Fate
+from saturate.records.inference import ANSWERS, Fate
 from saturate.records.sizes import show
 
 #: So many contenders are stored and confirmed at most.
@@ -67,8 +66,8 @@ def contenders(search: Search) -> list[Tried]:
 
 
 def waiting(search: Search) -> list[Tried]:
-    """Contenders that a screening can tell from the baseline: while there are any, nobody knows that nothing helps."""
-    return [one for one in contenders(search) if search.value(one) >= HELPS]
+    """Contenders that a screening can tell from what is of no use: while there are any, nobody knows that nothing helps."""
+    return [one for one in contenders(search) if search.promises(one)]
 
 
 def promising(found: Tried, search: Search) -> bool:
@@ -79,7 +78,8 @@ def promising(found: Tried, search: Search) -> bool:
 def champion(search: Search, lab: Lab, deadline_s: float,
              mend: Callable[[Tried], None] | None = None) -> tuple[Confirmed | None, Race | None]:
     """The best contender that wins its final race against the user's baseline. It has to keep the user's limits there as well,
-    loaded from its artifact and over as many calls as it takes to tell; else it gives way to the next one. None: no
+    loaded from its artifact and over as many calls as it takes to tell; else it gives way to the next one. Where the baseline itself passes one
+    in that race, it need not win it. None: no
     contender did, each has its fate; what is still `waiting` had no turn. `mend` gets what does not survive (default: the
     search's own)."""
     for turn in range(MOST):
@@ -92,8 +92,11 @@ def champion(search: Search, lab: Lab, deadline_s: float,
             if search.objective == "memory":
                 won.memory_bytes = once_more(lambda won=won: most_bytes(won, lab))
             final = once_more(lambda artifact=won.artifact: against(lab, artifact, None, deadline_s))
-            if outcome(final, search, won) == "faster":
-                final = once_more(lambda won=won, final=final: with_enough_calls(won, final, lab, search.limits, deadline_s))
+            said = outcome(final, search, won)
+            if said == "keeps_limits" and search.objective != "memory" and "peak_memory_gb" in search.limits:
+                won.memory_bytes = once_more(lambda won=won: most_bytes(won, lab))
+            if said in ANSWERS:
+                final = once_more(lambda won=won, final=final, said=said: with_enough_calls(won, final, lab, search.limits, deadline_s, said))
         except WorkerFailed as error:
             won.found.fail(error, f"in the final race, {error}")
             search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
@@ -104,7 +107,7 @@ def champion(search: Search, lab: Lab, deadline_s: float,
             won.found.fate, won.found.reason = over
         else:
             settle(won, final, verdict)
-            if verdict == "faster":
+            if verdict in ANSWERS:
                 return won, final
         search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
         if won.found.fate != "over_limit" and not (search.time_left() and waiting(search)):
@@ -112,11 +115,12 @@ def champion(search: Search, lab: Lab, deadline_s: float,
     return None, None
 
 
-def with_enough_calls(won: Confirmed, final: Race, lab: Lab, limits: Mapping[str, float], deadline_s: float) -> Race:
+def with_enough_calls(won: Confirmed, final: Race, lab: Lab, limits: Mapping[str, float], deadline_s: float, verdict: str) -> Race:
     """The final race with more calls of the artifact, where it had too few to tell whether they keep a limit that they seem to
-    pass: a slow model may have a dozen, and one that something else held up is their 99th percentile."""
+    pass: a slow model may have a dozen, and one that something else held up is their 99th percentile. What `keeps_limits` and has nothing
+    else to offer needs them where it seems to keep the limits, too."""
     times = list(final.times_b)
-    if not too_few_calls(times, won.memory_bytes, limits) or time.monotonic() >= deadline_s:
+    if not too_few_calls(times, won.memory_bytes, limits, verdict == "keeps_limits") or time.monotonic() >= deadline_s:
         return final
     with racing.lane(lambda: lab.load(won.artifact)) as more:
         while not decided(times, won.memory_bytes, limits) and time.monotonic() < deadline_s:
@@ -127,15 +131,13 @@ def with_enough_calls(won: Confirmed, final: Race, lab: Lab, limits: Mapping[str
 
 
 def refused(won: Confirmed, final: Race, verdict: str, limits: Mapping[str, float]) -> tuple[Fate, str] | None:
-    """The fate of what passes a limit in its final race, and the reason. `inconclusive`: it is faster, and time ended before there
+    """The fate of what passes a limit in its final race, and the reason. `inconclusive`: it would be the answer, and time ended before there
     were enough calls."""
     over = over_limit(final.b or won.found.timing, won.memory_bytes, limits)
-    if over is None:
-        return None
-    if too_few_calls(final.times_b, won.memory_bytes, limits):
+    if too_few_calls(final.times_b, won.memory_bytes, limits, verdict == "keeps_limits"):
         few = f"the time ended after {len(final.times_b)} calls, too few to tell: give it more time"
-        return ("inconclusive", f"loaded from its artifact: {over}; {few}") if verdict == "faster" else None
-    return "over_limit", f"loaded from its artifact: {over}"
+        return ("inconclusive", f"loaded from its artifact: {over or 'it seems to keep the limits'}; {few}") if verdict in ANSWERS else None
+    return None if over is None else ("over_limit", f"loaded from its artifact: {over}")
 
 
 def most_bytes(won: Confirmed, lab: Lab) -> int | None:
@@ -157,17 +159,21 @@ def as_heavy(won: Confirmed, verdict: str, search: Search) -> tuple[Fate, str] |
 
 def outcome(final: Race, search: Search, won: Confirmed) -> str:
     """What the final race says of the artifact, in the words of the record's verdict; where memory is the objective, the race only says
-    what that costs."""
+    what that costs. `keeps_limits`: unless it is `refused`, as the model would be."""
+    if search.objective == "memory" and (final.estimate is None or won.memory_bytes is None):
+        return "inconclusive"
     if search.objective == "memory":
-        if final.estimate is None or won.memory_bytes is None:
-            return "inconclusive"
-        return "faster" if search.lighter(won.memory_bytes) > search.least else "nothing_helps"
-    return {"faster": "faster", "inconclusive": "inconclusive"}.get(final.verdict, "nothing_helps")
+        found = "faster" if search.lighter(won.memory_bytes) > search.beats else "nothing_helps"
+    else:
+        found = {"faster": "faster", "inconclusive": "inconclusive"}.get(final.verdict, "nothing_helps")
+    if found != "faster" and final.estimate is not None and search.passes(final.times_a) is not None:
+        return "keeps_limits"
+    return found
 
 
 def settle(won: Confirmed, final: Race | None, verdict: str) -> None:
     """The fate of a contender, from its final race."""
-    if verdict == "faster":
+    if verdict in ANSWERS:
         won.found.fate = "kept"
     elif final is not None:
         won.found.fate = final.verdict if final.verdict in ("inconclusive", "slower") else "no_difference"
@@ -175,6 +181,7 @@ def settle(won: Confirmed, final: Race | None, verdict: str) -> None:
         low, high = final.estimate.speedup_ci
         won.found.speedup, won.found.timing = final.estimate.speedup, final.b or won.found.timing
         won.found.reason = f"{final.estimate.speedup:.2f}x [{low:.2f}, {high:.2f}] in the final race, loaded from its artifact"
+        won.found.reason += "; it keeps the limits, and the model does not" if verdict == "keeps_limits" else ""
     elif final is not None:
         won.found.reason = f"in the final race {final.reason}; {won.found.speedup or 1.0:.2f}x in a screening"
 
@@ -227,7 +234,7 @@ def rivals(search: Search, lab: Lab, won: Confirmed | None, until_s: float) -> t
     as it was; and whether that was all of them: none is begun that would not be through by `until_s` (`time.monotonic()`), and then its
     row says so."""
     runs = [one for one in search.tried.values() if one.speedup is not None and _runs(one, search)]
-    best = max([1.0, *(one.speedup or 0.0 for one in runs)])
+    best = max([0.0 if search.over else 1.0, *(one.speedup or 0.0 for one in runs)])
     found: list[Confirmed] = []
     all_of_them = True
     seen = [] if won is None else [won.found.candidate.ids]

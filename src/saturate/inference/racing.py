@@ -105,7 +105,7 @@ class Lane:
 @dataclass(frozen=True)
 class Race:
     """What a race found. `estimate` is ln(time A / time B), None where time ended before anything was known: `reason` says so.
-    `times_b`: of each call of B, ns."""
+    `times_a`, `times_b`: of each call, ns."""
 
     verdict: Verdict
     estimate: Estimate | None
@@ -113,6 +113,7 @@ class Race:
     b: Timing | None
     reason: str
     times_b: tuple[int, ...] = ()
+    times_a: tuple[int, ...] = ()
 
     @property
     def speedup(self) -> float | None:
@@ -171,10 +172,10 @@ def race(start_a: Callable[[], Racer], start_b: Callable[[], Racer], *, limits: 
             times_a += a.times_ns
             times_b += b.times_ns
     if decision.action == "stop":
-        return Race(decision.verdict, decision.estimate, timing(times_a), timing(times_b), decision.reason, tuple(times_b))
+        return Race(decision.verdict, decision.estimate, timing(times_a), timing(times_b), decision.reason, tuple(times_b), tuple(times_a))
     usable = [rounds for rounds in pairs if len(rounds) > 1]        # the time ended first: what is known then counts
     answer, found, reason = cut_off(usable, limits, between_sd, threshold, time.monotonic() - began)
-    return Race(answer, found, timing(times_a), timing(times_b), reason, tuple(times_b))
+    return Race(answer, found, timing(times_a), timing(times_b), reason, tuple(times_b), tuple(times_a))
 
 
 def cut_off(pairs: statistics.Pairs, limits: Limits, between_sd: float, threshold: float, seconds: float) -> tuple[Verdict, Estimate | None, str]:

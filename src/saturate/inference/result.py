@@ -20,12 +20,13 @@ from saturate.inference.artifact import Artifact
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import Confirmed
 from saturate.inference.phases import slack_s
-from saturate.inference.plan import HELPS, Pool
+from saturate.inference.plan import Pool
 from saturate.inference.racing import Race
 from saturate.inference.source import Source
 from saturate.inference.tried import Tried, code
 from saturate.machine import facts as machine
 from saturate.records.inference import (
+    ANSWERS,
     LEFT_OUT,
     NO_CHECK,
     SEARCH_ENDED,
@@ -116,9 +117,9 @@ class Result:
 
     def pick(self, max_drop: float, time: str | float = PICK_S) -> Artifact:
         """The fastest candidate within another budget: stored, loaded in a fresh process, scored and raced like the
-        winner. `time`: how long it may take ("20m", or seconds), beside storing and loading. The result itself stays as it is.
+        winner. Where the model itself passes a limit, it may be slower than the model. `time`: how long it may take ("20m", or seconds), beside storing and loading. The result itself stays as it is.
 
-        Raises UsageError where the search had no check or the time is none, and NothingFaster where nothing is shown to be faster within
+        Raises UsageError where the search had no check or the time is none, and NothingFaster where nothing is shown to be of use within
         that budget, and EnvironmentProblem where another search works in the folder by now, or has.
         """
         if self._lab.budget is None:
@@ -140,7 +141,8 @@ class Result:
         best = best_of(won, won if won is not None and won.found.candidate.lossless else None, final, None,
                        "another budget's choice is raced against the model alone")
         if won is None or best is None:
-            raise NothingFaster(f"nothing that was tried is shown to be faster within a drop of {max_drop:g}", cause=_closest(search),
+            use = "keep the limits" if search.over else "be faster"
+            raise NothingFaster(f"nothing that was tried is shown to {use} within a drop of {max_drop:g}", cause=_closest(search),
                                 remedy="result.table() says what was tried; more time may decide what is open: pick(max_drop, time=1200)")
         artifact.confirm(won.artifact, best)
         return artifact.load(won.artifact)
@@ -172,7 +174,7 @@ def judged(found: Tried, lab: Lab) -> Tried:
 
 def _closest(search: Search) -> str:
     """The fastest of those that may be within the budget, else of those that are not, and why."""
-    refused = [one for one in search.tried.values() if not one.working and search.value(one) > 1.0]
+    refused = [one for one in search.tried.values() if not one.working and search.value(one) > search.least]
     first = max(refused, key=lambda one: (one.fate == "undecided", search.value(one)), default=None)
     return "" if first is None else f"{first.candidate.label()}: {first.reason}"
 
@@ -197,9 +199,13 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
         baseline = msgspec.structs.replace(baseline, accuracy=lab.jury.scores.mean)
     if final is not None and final.a is not None:
         baseline = msgspec.structs.replace(baseline, latency_ms=final.a)
+    over = search.over if final is None else search.passes(final.times_a)
+    if over is not None:
+        baseline = msgspec.structs.replace(baseline, fate="over_limit", reason=f"{baseline.reason}; {over}")
+        notes = [f"the model itself does not keep the limits: {over}", *notes]
     waiting = untried(search, lab.threads, TIME_ENDED if complete else SEARCH_ENDED)
     verdict = verdict_of(won, final, search, complete and not waiting and not open_ones(search))
-    best = best_of(won, lossless, final, versus, unraced) if verdict == "faster" else None
+    best = best_of(won, lossless, final, versus, unraced) if verdict in ANSWERS else None
     rows = [rowed(found, lab) for found in search.tried.values()]
     rows += [*refused(search.pool), *waiting]
     return OptimizeRecord(
@@ -228,13 +234,13 @@ def open_ones(search: Search) -> list[Tried]:
     waiting, left_out = confirm.waiting(search), search.wanted_after_all()
     return [one for one in search.tried.values()
             if cut_short(one) or one.fate == "inconclusive" or one in waiting or one.candidate in left_out
-            or (one.fate == "undecided" and search.value(one) >= max(HELPS, search.least))]
+            or (one.fate == "undecided" and search.promises(one))]
 
 
 def undecided_lossless(search: Search) -> str:
-    """Why a lossless candidate that nobody knows may be faster than the model; or ""."""
+    """Why a lossless candidate that nobody knows may be faster than the model; or "". Of one that works the screening knows."""
     lossless = search.pool.lossless()
-    if any(one.candidate.lossless for one in open_ones(search)):
+    if any(one.candidate.lossless and not one.working for one in open_ones(search)):
         return "of some lossless candidates it was not decided whether they are faster"
     if not lossless <= _reached(search):
         return "some lossless candidates had no turn"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -21,7 +21,7 @@ from saturate.inference import guards, order, plan, racing
 from saturate.inference.accuracy import Judgement
 from saturate.inference.candidates import Candidate
 from saturate.inference.failures import CheckFailed, WorkerFailed
-from saturate.inference.limits import surely_over_limit
+from saturate.inference.limits import model_over_limit, surely_over_limit, too_few_calls
 from saturate.inference.repair import Repair
 from saturate.inference.scores import Scores
 from saturate.inference.techniques._api import COMPRESSED_BYTES
@@ -43,6 +43,9 @@ WEIGHED = 3
 
 #: ... and the one must be so many times the other: as much may lie in how saturate starts them.
 NEEDS_LESS = 1.05
+
+#: So much of the time may go into more calls of the model, where the first ones are too few to tell whether it keeps the limits.
+TELLING = 0.05
 
 #: Storing, loading, scoring and racing a candidate takes about this many times as long as its trial did.
 CONCLUDING = 1.2
@@ -113,6 +116,7 @@ class Search:
     broken: list[Tried] = field(default_factory=list)       # missed the accuracy budget, and may be repaired
     fresh: set[Candidate] = field(default_factory=set)     # measured by this search, not by an earlier one
     check_s: float = 0.0                                    # that the check takes on the model
+    over: str | None = None                                 # which limit the model itself passes: then what keeps them is of use, however slow it is
     _lane: Any = None
 
     # -- the walk --------------------------------------------------------------------------------------------------
@@ -137,6 +141,9 @@ class Search:
             self._renew()
         self.baseline = Tried(Candidate(), "dominated", "the model as it came", 1.0, racing.timing(self._lane.times_ns),
                               peak_memory_bytes=self._own_bytes())
+        self.over = self._passed()
+        if self.over is not None:
+            self.progress(f"the model itself does not keep the limits: {self.over}; a slower candidate that does is of use, too")
         self._walk(lambda: plan.alone(self.pool, self.tried))
         self._walk(lambda: plan.lossless_together(self.pool, self.speeds()))
         bases = [found.candidate for found in self.ranked()]
@@ -178,9 +185,9 @@ class Search:
     def _repair_rate(self, broken: Tried) -> float:
         return order.repair_rate(broken, self._fastest())
 
-    def _fastest(self, lossless: bool = False) -> float:
-        """What the next one has to beat; the best lossless candidate is wanted too."""
-        return max([1.0, *(found.speedup or 0.0 for found in self.ranked(lossless))])
+    def _fastest(self, lossless: bool = False, model: float = 1.0) -> float:
+        """What the next one has to beat; the best lossless candidate is wanted too. `model`: what the model itself counts for."""
+        return max([model, *(found.speedup or 0.0 for found in self.ranked(lossless))])
 
     def _hopeless(self, candidate: Candidate) -> str | None:
         """Why it is not worth a process: the same techniques with other options took too long, or more memory than there is, or
@@ -193,7 +200,8 @@ class Search:
         return None if slow is None else f"{slow.label()} gave {self.tried[slow].speedup:.2f}x, far from the best"
 
     def _outrun(self, candidate: Candidate) -> Candidate | None:
-        return order.outrun(candidate, self.tried, WORTH_SCORING * self._fastest()) if self.objective != "memory" else None
+        best = self._fastest(model=0.0 if self.over else 1.0)
+        return order.outrun(candidate, self.tried, WORTH_SCORING * best) if self.objective != "memory" else None
 
     def wanted_after_all(self) -> list[Candidate]:
         """What was left out beside a best that has not stood since."""
@@ -240,9 +248,22 @@ class Search:
         return before / after if before and after else 0.0
 
     @property
-    def least(self) -> float:
-        """A value beyond this is worth confirming. Of times the final race tells which differ; memory has a margin."""
+    def beats(self) -> float:
+        """A value beyond this is better than the model's. Of times the final race tells which differ; memory has a margin."""
         return NEEDS_LESS if self.objective == "memory" else 1.0
+
+    @property
+    def least(self) -> float:
+        """A value beyond this is worth confirming: any that is known, where the model itself passes a limit."""
+        return 0.0 if self.over else self.beats
+
+    def promises(self, found: Tried) -> bool:
+        """Whether a screening can tell that it is of use."""
+        return self.value(found) > self.least and (self.over is not None or self.value(found) >= plan.HELPS)
+
+    def passes(self, times_ns: Sequence[int]) -> str | None:
+        """Which limit the model itself passes, by the times of its calls and its memory."""
+        return model_over_limit(times_ns, self.baseline.peak_memory_bytes if self.baseline else None, self.limits)
 
     def ranked(self, lossless: bool = False) -> list[Tried]:
         """Working candidates, best first."""
@@ -334,8 +355,7 @@ class Search:
             found.reason += "; how much memory it takes is not known here"
         best = self.best()
         if candidate.lossless:
-            if self.objective != "memory" and found.speedup < 1.0:
-                found.fate = "slower"
+            self._told(found)
             return
         if best is not None and self.value(found) < WORTH_SCORING * self.value(best):
             found.fate, found.reason = "slower", f"{found.speedup:.2f}x: less than {best.candidate.label()}, so it was not scored"
@@ -345,9 +365,10 @@ class Search:
         self._told(found)
 
     def _told(self, found: Tried) -> None:
-        """What keeps the budget and is slower than the model itself is that, and beaten by nobody."""
-        if found.fate == "dominated" and self.objective != "memory" and (found.speedup or 0.0) < 1.0:
-            found.fate = "slower"
+        """What keeps the budget and is slower than the model itself is that, and beaten by nobody; but where the model passes a limit it may
+        be the answer. In an earlier search that may not have been known."""
+        if found.fate in ("dominated", "slower") and not found.unscored and self.objective != "memory":
+            found.fate = "slower" if (found.speedup or 0.0) < 1.0 and not self.over else "dominated"
 
     def _score(self, worker: Any, found: Tried) -> None:
         try:
@@ -379,7 +400,7 @@ class Search:
         found = tried_of(candidate, entry)
         if found.scores is not None:
             found.judge(self.lab.judge(found.scores))       # the budget may be another one now
-            self._told(found)
+        self._told(found)
         self._know(found)
         self.progress(f"{candidate.label()}: {found.reason} (known from before)")
         return found
@@ -409,12 +430,25 @@ class Search:
 
     def _own_bytes(self) -> int | None:
         """The memory of the model itself, of several processes where it decides and there is room for them."""
-        if self.objective == "memory":
+        one = self.lab.baseline_bytes(1)
+        if self.objective == "memory" or (one or 0) / 1e9 > self.limits.get("peak_memory_gb", math.inf):
             try:
                 return self.lab.baseline_bytes(WEIGHED)
             except WorkerFailed as error:
                 self.progress(f"the model's memory is that of one process, for another one failed: {error}")
-        return self.lab.baseline_bytes(1)
+        return one
+
+    def _passed(self) -> str | None:
+        """Which limit the model itself passes, with more calls of it where the first are too few to tell."""
+        assert self.baseline is not None
+        memory_bytes = self.baseline.peak_memory_bytes
+        until_s = time.monotonic() + TELLING * max(0.0, self._until_s() - time.monotonic())
+        try:
+            while too_few_calls(self._lane.times_ns, memory_bytes, self.limits) and time.monotonic() < until_s:
+                self._lane.run()
+        except WorkerFailed:
+            self._renew()
+        return self.passes(self._lane.times_ns)
 
     def _worth_repairing(self, broken: Tried) -> bool:
         best = self.best()

@@ -334,11 +334,12 @@ def _final(one: Confirmed, search: Search, lab: Lab) -> Race | None:
     the limits there. None: it does not, or nobody knows; its row says why."""
     try:
         final = confirm.once_more(lambda: confirm.against(lab, one.artifact, None, lab.deadline_s))
-        final = confirm.once_more(lambda: confirm.with_enough_calls(one, final, lab, search.limits, lab.deadline_s))
+        said = "faster" if search.passes(final.times_a) is None else "keeps_limits"
+        final = confirm.once_more(lambda: confirm.with_enough_calls(one, final, lab, search.limits, lab.deadline_s, said))
     except WorkerFailed as error:
         one.found.fail(error, f"in the final race, {error}")
         return None
-    over, serves = confirm.refused(one, final, "faster", search.limits), one.found.reason.rpartition("; ")[2]
+    over, serves = confirm.refused(one, final, said, search.limits), one.found.reason.rpartition("; ")[2]
     if over is not None:
         one.found.fate, one.found.reason = over
         return None
@@ -354,7 +355,8 @@ def with_throughput(record: OptimizeRecord, served: Served) -> OptimizeRecord:
     record = msgspec.structs.replace(record, throughput=rows, notes=[*record.notes, *climbs.failed], throughput_ratio=race.speedup if race else None,
                                      throughput_ratio_ci=race.speedup_ci if race else None)
     if served.won is not None and (race is None or race.verdict != "faster"):
-        record = _serves_no_more(record, race, climbs.failed)
+        instead = record.baseline.fate == "over_limit" and race is not None and race.speedup is not None    # of a model that is no choice
+        record = msgspec.structs.replace(record, verdict="keeps_limits") if instead else _serves_no_more(record, race, climbs.failed)
     unknown = record.verdict == "nothing_helps" and not served.looked
     return msgspec.structs.replace(record, verdict="inconclusive") if unknown else record
 

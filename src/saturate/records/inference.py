@@ -17,6 +17,9 @@ SCHEMA = 1
 
 Verdict = Literal["pass", "fail", "undecided"]
 
+#: Verdicts of a search that has a best.
+ANSWERS = ("faster", "keeps_limits")
+
 #: kept: the best. dominated: works, another is better. slower: not faster than the baseline. over_limit: memory or p99
 #: above what was asked. rejected_accuracy, rejected_behaviour (a guard), undecided (samples are missing).
 Fate = Literal["kept", "dominated", "slower", "no_difference", "inconclusive", "over_limit", "rejected_accuracy", "rejected_behaviour",
@@ -162,8 +165,8 @@ class OptimizeRecord(msgspec.Struct, frozen=True, kw_only=True):
     relative: bool = False                  # max_drop and all drops are shares of the baseline's score
     confidence: float | None
     limits: dict[str, float] = {}
-    verdict: Literal["faster", "nothing_helps", "inconclusive"]
-    baseline: CandidateRecord
+    verdict: Literal["faster", "keeps_limits", "nothing_helps", "inconclusive"]      # keeps_limits: as the model does not, and no faster
+    baseline: CandidateRecord               # its fate is over_limit where it passes one of the limits itself
     best_lossless: CandidateRecord | None   # the baseline where no lossless candidate beats it; None: not known
     best: Best | None
     candidates: list[CandidateRecord]

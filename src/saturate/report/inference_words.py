@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from saturate.records.inference import LEFT_OUT, NO_CHECK, SEARCH_ENDED, CandidateRecord, OptimizeRecord, Timing
+from saturate.records.inference import (
+    ANSWERS,
+    LEFT_OUT,
+    NO_CHECK,
+    SEARCH_ENDED,
+    CandidateRecord,
+    OptimizeRecord,
+    Timing,
+)
 from saturate.records.result import Phase
 from saturate.records.sizes import show
 from saturate.report import words
@@ -57,17 +65,20 @@ _NEEDED = 4
 
 
 def won(record: OptimizeRecord) -> bool:
-    return record.best is not None and record.verdict == "faster" and record.best.verdict in ("pass", None)
+    return record.best is not None and record.verdict in ANSWERS and record.best.verdict in ("pass", None)
 
 
 def title(record: OptimizeRecord, times: str = "x", *, interval: bool = True) -> str:
     """The verdict in a few words."""
     best = record.best
-    if best is not None and record.verdict == "faster":
+    if best is not None and record.verdict in ANSWERS:
         same = ", lossless" if lossless(kept(record)) else ""
         kinds = {"fail": ", but not within the budget", "undecided": f"{same}, accuracy undecided", None: ", lossless"}
         kind = kinds.get(best.verdict, f", within a drop of {drop(record.max_drop, record.relative)}")
         speed = words.ratio(best.speedup, best.speedup_ci if interval else None, times)
+        if record.verdict == "keeps_limits":
+            more = words.ratio(record.throughput_ratio, record.throughput_ratio_ci if interval else None, times)
+            return f"Keeps the limits at {speed} the speed{kind}" if record.throughput_ratio is None else f"Keeps the limits at {more} the samples per second{kind}"
         before, after = record.baseline.peak_memory_bytes, best.peak_memory_bytes
         if record.objective == "memory" and before and after:
             return f"{before / after:.2f}{times} less memory, {speed} the speed{kind}"
@@ -82,6 +93,8 @@ def title(record: OptimizeRecord, times: str = "x", *, interval: bool = True) ->
         for name, given in (("the budget", record.max_drop is not None), ("the limits", bool(record.limits)))
         if given
     ]
+    if record.baseline.fate == "over_limit":        # the model does not keep them either: being faster is not what is missing
+        return f"Nothing{' within the budget' * (record.max_drop is not None)} keeps the limits"
     better = {"memory": "needs less memory", "throughput": "serves more samples per second"}.get(record.objective, "is faster")
     return f"Nothing{' within ' * bool(bounds)}{' and '.join(bounds)} {better}"
 
