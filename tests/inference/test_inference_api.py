@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+import math
 import os
 import platform
 import re
@@ -39,7 +40,9 @@ torch = pytest.importorskip("torch")
     ({"budget": saturate.Budget(max_drop=0.01)}, "a budget needs a check"), ({"check": 0.5}, "check is not callable"),
     ({"check": min, "budget": 0.01}, "the budget is 0.01"), ({"check": min, "budget": 0}, "the budget is 0"),
     ({"objective": "speed"}, "no objective 'speed'"), ({"limits": {"p95_ms": 3}}, "no limit 'p95_ms'"),
-    ({"limits": {"p99_ms": -1}}, "p99_ms is -1"), ({"time": "soon"}, "time is 'soon'"), ({"only": ["onnx-runtme"]}, "no inference technique"),
+    ({"limits": {"p99_ms": -1}}, "p99_ms is -1"), ({"limits": {"p99_ms": math.inf}}, "p99_ms is inf"), ({"limits": [("p99_ms", 3)]}, "limits is a list"),
+    ({"only": None, "skip": None, "threads": 0}, "threads is 0"),
+    ({"time": "soon"}, "time is 'soon'"), ({"only": ["onnx-runtme"]}, "no inference technique"),
     ({"train": [1, 2]}, "`train` is a list"), ({"train": ([], 3)}, "`train.loss` cannot be called"),
     ({"train": (3, max)}, "`train.loader` is a int"), ({"train": ([],)}, "`train` is a tuple of 1"), ({"train": ([], max, 1, 2)}, "a tuple of 4"),
     ({"threads": 0}, "threads is 0"), ({"threads": -1}, "threads is -1"), ({"threads": 1.5}, "threads is 1.5"), ({"threads": True}, "threads is True")])

@@ -120,6 +120,30 @@ def test_a_compiler_that_hangs_while_it_stores_is_not_waited_for_half_an_hour(tm
     assert allowed == [module.LOAD_S + 240, module.STORE_S]
 
 
+@pytest.mark.parametrize(("took_s", "left_s"), [(0.0, 300.0), (200.0, 100.0), (299.0, 30.0)])
+def test_what_is_stored_to_weigh_it_is_loaded_in_the_rest_of_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, took_s: float, left_s: float) -> None:
+    """Storing and loading had a candidate's whole time each, beside what preparing it had taken."""
+    now = [1000.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    allowed: list[float] = []
+
+    def stored(self: Lab, worker: Any, found: Any, limit_s: float) -> Path:
+        allowed.append(limit_s)
+        now[0] += took_s
+        return tmp_path / "artifact"
+
+    def start(*given: Any, prepare_s: float, **more: Any) -> Any:
+        allowed.append(prepare_s)
+        raise WorkerFailed("timeout", "it hangs")
+
+    monkeypatch.setattr(Lab, "_stored", stored)
+    monkeypatch.setattr(module, "Worker", start)
+    lab = Lab(None, tmp_path, 1, now[0] + 1000.0)           # type: ignore[arg-type]
+    assert lab.served_bytes(None, None) is None             # type: ignore[arg-type]
+    least = min(left_s, 0.3 * (1000.0 - took_s))            # no more than any candidate has by then
+    assert allowed == [pytest.approx(300.0), pytest.approx(max(30.0, least))]
+
+
 def test_an_artifact_that_a_full_disk_keeps_from_loading_is_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*given: Any, **more: Any) -> Any:
         raise WorkerFailed("disk_full", "OSError: No space left on device")

@@ -228,6 +228,15 @@ def test_what_the_user_left_out_was_not_tried_which_does_not_say_that_it_does_no
         ("other", "not_tried", LEFT_OUT), ("third", "not_applicable", "it needs CUDA")]
 
 
+def test_training_with_rounding_applies_where_the_user_may_give_the_data() -> None:
+    """ "not applicable" says that this model or machine gives it nothing to do."""
+    from saturate.inference.techniques import qat_dynamic_int8, qat_int8
+
+    found = plan.pool({module.TECHNIQUE.id: module for module in (qat_int8, qat_dynamic_int8)}, ModelFacts(linears=4, dtypes=("float32",)), check=True)
+    assert {row.fate for row in result.refused(found)} == {"not_tried"} and len(found.refused) == 2
+    assert all("give train=saturate.Train(loader, loss), on the command line --train" in reason for reason in found.refused.values())
+
+
 def test_what_needs_a_check_applies_and_was_not_tried_without_one() -> None:
     found = plan.pool(registry(RUN, BF16, technique("third", numerics="precision", refuse="it needs CUDA")), ModelFacts(), check=False)
     assert [(row.id, row.fate, row.reason) for row in result.refused(found)] == [

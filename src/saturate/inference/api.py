@@ -143,9 +143,9 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
             return conclude(ending, say)
 
 
-def _ids(given: str | Collection[str]) -> tuple[str, ...]:
+def _ids(given: str | Collection[str] | None) -> tuple[str, ...]:
     """Of techniques; a text is one, and no collection of its letters."""
-    return (given,) if isinstance(given, str) else tuple(given)
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 def known(registry: dict[str, Any], only: Collection[str], skip: Collection[str]) -> dict[str, Any]:
@@ -190,11 +190,13 @@ def checked(check: Any, budget: Budget | None, objective: str, limits: Mapping[s
         raise UsageError("check is not callable", cause=f"it is a {type(check).__name__}", remedy="check takes run, and returns the score")
     if objective not in OBJECTIVES:
         raise UsageError(f"there is no objective {objective!r}", remedy=f"one of {', '.join(OBJECTIVES)}")
+    if not isinstance(limits, Mapping | None):
+        raise UsageError(f"limits is a {type(limits).__name__}", remedy='limits={"p99_ms": 15, "peak_memory_gb": 4}')
     for name, most in (limits or {}).items():
         if name not in LIMITS:
             raise UsageError(f"there is no limit {name!r}", remedy=f"one of {', '.join(LIMITS)}")
-        if isinstance(most, bool) or not isinstance(most, int | float) or not most > 0:
-            raise UsageError(f"the limit {name} is {most!r}", remedy="a positive number")
+        if isinstance(most, bool) or not isinstance(most, int | float) or not 0 < most < math.inf:
+            raise UsageError(f"the limit {name} is {most!r}", remedy="a positive number; leave out what has no limit")
     refuse_other(budget)
     return Budget(max_drop=0.01) if budget is None and check is not None else budget
 

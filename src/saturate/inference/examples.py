@@ -61,25 +61,30 @@ def read(torch: Any, data: bytes, examples: Sequence[Example]) -> list[tuple[tup
     """The batches on the CPU, each with the tensors of its answer, as often as they occur in it. ValueError where the
     description does not fit the data."""
     found = []
+    if sum(_size_bytes(torch, leaf) for one in examples for leaf in (*one.input_leaves, *one.output_leaves)) > len(data):
+        raise ValueError("its tensors do not lie in the file, or on top of each other")     # each is a copy
     for one in examples:
+        structure.places(one.inputs)        # a negative one would be taken from the end
         inputs = structure.rebuild(one.inputs, [_tensor(torch, data, leaf) for leaf in one.input_leaves])
         if not isinstance(inputs, tuple):
             raise ValueError("the inputs of an example are no tuple")
         answers = [_tensor(torch, data, leaf) for leaf in one.output_leaves]
-        if min([*_places(one.inputs), *_places(one.outputs)], default=0) < 0:
-            raise ValueError("a tensor of an example has a negative place")
         try:
-            found.append((inputs, [answers[place] for place in _places(one.outputs)]))
-        except (AttributeError, IndexError, TypeError) as error:
+            found.append((inputs, [answers[place] for place in structure.places(one.outputs)]))
+        except IndexError as error:
             raise ValueError(f"not a description of nested tensors: {one.outputs!r}") from error
     return found
 
 
-def _tensor(torch: Any, data: bytes, leaf: Leaf) -> Any:
+def _size_bytes(torch: Any, leaf: Leaf) -> int:
     dtype = getattr(torch, leaf.dtype, None)
     if not isinstance(dtype, torch.dtype) or not _number(torch, dtype) or leaf.offset < 0 or any(size < 0 for size in leaf.shape):
         raise ValueError(f"{leaf} is no tensor")
-    end = leaf.offset + math.prod(leaf.shape) * dtype.itemsize
+    return math.prod(leaf.shape) * dtype.itemsize
+
+
+def _tensor(torch: Any, data: bytes, leaf: Leaf) -> Any:
+    dtype, end = getattr(torch, leaf.dtype), leaf.offset + _size_bytes(torch, leaf)
     if end > len(data):
         raise ValueError(f"{leaf} ends behind the end of the file")
     if end == leaf.offset:
@@ -99,16 +104,7 @@ def _number(torch: Any, dtype: Any) -> bool:
 def tensors_of(torch: Any, value: Any) -> list[Any]:
     """The tensors of an answer, as often as they occur: a program may return one twice, or two that are equal."""
     description, tensors = structure.flatten(torch, value)
-    return [tensors[place] for place in _places(description)]
-
-
-def _places(node: Any) -> list[int]:
-    if isinstance(node, list):
-        return [node[0]]
-    nested = (
-        node.get("list") or node.get("tuple") or [pair[1] for pair in node.get("dict") or node.get("fields") or ()]
-    )
-    return [place for item in nested for place in _places(item)]
+    return [tensors[place] for place in structure.places(description)]
 
 
 def agreement_db(torch: Any, expected: Any, got: Any) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -134,10 +135,11 @@ class Lab:
         return Worker(source, artifact or Candidate(), folder=self.folder / "processes", threads=threads, memory_bytes=self.memory_bytes,
                       prepare_s=max(least_s, self._left_s()), deadline_s=self.deadline_s, facts=self.facts)
 
-    def _worker(self, what: Candidate | Path, least_s: float = 0.0) -> Worker:
-        """`least_s`: it may take so long to prepare, whatever time is left: what was found must not be lost at the end."""
+    def _worker(self, what: Candidate | Path, least_s: float = 0.0, most_s: float = math.inf) -> Worker:
+        """`least_s`: it may take so long to prepare, whatever time is left: what was found must not be lost at the end. `most_s`: no longer,
+        whatever time is left."""
         return Worker(self.source, what, folder=self.folder / "processes", threads=self.threads, memory_bytes=self.memory_bytes,
-                      prepare_s=max(least_s, self._prepare_s()), deadline_s=self.deadline_s, facts=self.facts)
+                      prepare_s=max(least_s, min(most_s, self._prepare_s())), deadline_s=self.deadline_s, facts=self.facts)
 
     def _prepare_s(self) -> float:
         """What preparing a candidate may take. Only the least that all have leads beyond the end of the time."""
@@ -171,11 +173,12 @@ class Lab:
 
     def served_bytes(self, worker: Worker, found: Tried) -> int | None:
         """The memory of a fresh process that serves what this one stores; None where that fails. What exporting and
-        quantizing leave behind in a process is no part of what will be deployed."""
-        folder = None
+        quantizing leave behind in a process is no part of what will be deployed. Both together may take what preparing it may."""
+        folder, limit_s = None, self._prepare_s()
+        until_s = time.monotonic() + limit_s
         try:
-            folder = self._stored(worker, found, self._prepare_s())
-            return _serving_bytes(self._worker(folder))
+            folder = self._stored(worker, found, limit_s)
+            return _serving_bytes(self._worker(folder, most_s=max(_LEAST_PREPARE_S, until_s - time.monotonic())))
         except (NotDeployable, WorkerFailed):
             return None
         finally:

@@ -28,7 +28,7 @@ from saturate.machine import facts as machine
 from saturate.records.inference import (
     ANSWERS,
     LEFT_OUT,
-    NO_CHECK,
+    OF_THE_USER,
     SEARCH_ENDED,
     TIME_ENDED,
     Best,
@@ -285,9 +285,9 @@ def rowed(found: Tried, lab: Lab) -> CandidateRecord:
 
 
 def refused(pool: Pool) -> list[CandidateRecord]:
-    """Techniques that no candidate may hold: the user left them out, or they do not apply."""
+    """Techniques that no candidate may hold: the user left them out, or gave nothing that they need, or they do not apply."""
     return [CandidateRecord(id=id, techniques=[{"id": id, "options": {}}], reason=reason,
-                            fate="not_tried" if reason in (LEFT_OUT, NO_CHECK) else "not_applicable") for id, reason in pool.refused.items()]
+                            fate="not_tried" if reason in OF_THE_USER else "not_applicable") for id, reason in pool.refused.items()]
 
 
 def untried(search: Search, threads: int, reason: str) -> list[CandidateRecord]:

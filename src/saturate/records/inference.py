@@ -29,9 +29,11 @@ Fate = Literal["kept", "dominated", "slower", "no_difference", "inconclusive", "
 #: Why a candidate is `not_tried`: the time that was given is over, or somebody or something ended the search before that.
 TIME_ENDED, SEARCH_ENDED = "the time ended before its turn", "the search was ended before its turn"
 
-#: ... or the user does not want it in any candidate, or gave nothing that could judge it.
+#: ... or the user does not want it in any candidate, or gave nothing that could judge it or that it could be trained with.
 LEFT_OUT = "left out by --only or --skip"
 NO_CHECK = "it changes what the model computes, and there is no check to say whether that is acceptable"
+NO_TRAIN = "it needs training data: give train=saturate.Train(loader, loss), on the command line --train NAME"
+OF_THE_USER = (LEFT_OUT, NO_CHECK, NO_TRAIN)
 
 
 @dataclass(frozen=True)

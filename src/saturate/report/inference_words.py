@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from saturate.records.inference import (
     ANSWERS,
-    LEFT_OUT,
-    NO_CHECK,
+    OF_THE_USER,
     SEARCH_ENDED,
     CandidateRecord,
     OptimizeRecord,
@@ -50,7 +49,7 @@ MEANINGS = {
     "not_applied": "It was set, but the proof that it took effect is missing. Its time says nothing.",
     "failed": "Its process ended with an error, or broke a limit of time or memory.",
     "not_applicable": "This model or machine gives it nothing to do.",
-    "not_tried": "The time ended first, it was left out, or there was no check to judge it by.",
+    "not_tried": "The time ended first, it was left out, or there was no check to judge it by, or no data to train it with.",
 }
 
 #: Fates whose reasons a reader wants first: it would have been worth having.
@@ -128,7 +127,7 @@ def why_nothing(record: OptimizeRecord) -> str:
     tried = [one for one in record.candidates if one.speedup is not None]
     if not tried:
         ran = next((one for one in record.candidates if one.fate in ("failed", "not_applied", "rejected_behaviour")), None)
-        waiting = next((one for one in record.candidates if one.fate == "not_tried" and one.reason not in (LEFT_OUT, NO_CHECK)), None)
+        waiting = next((one for one in record.candidates if one.fate == "not_tried" and one.reason not in OF_THE_USER), None)
         if ran is None and waiting is not None:
             cut = waiting.reason == SEARCH_ENDED
             return "the search was ended before the first candidate's turn" if cut else _before_the_first(record)

@@ -8,9 +8,11 @@ unpickled, and no code is imported that the artifact names, but those classes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +42,19 @@ FORMAT = "generation"
 _FILES = {"model": "model.safetensors", "draft": "draft.safetensors"}
 _LIBRARY = "transformers"
 
+#: The name that configurations of transformers give the number of layers, or map to their own.
+_LAYERS = "num_hidden_layers"
+
 #: The remedy where what was stored does not prove itself.
 _NOT_ITS = ("a model of transformers that was changed by hand, in what is not stored, is not what its configuration builds: change its "
             "configuration, too; if it was not, this is a defect: report it with the model")
 
 #: Bytes that a model may hold beside its weights, and as many as these: tables of positions, masks.
 _MOST_BUFFERS = 1 << 30
+
+#: A model that is outlined may have so many parts (modules, parameters, buffers), and so many for each tensor of its weights: a
+#: mixture of experts has three.
+_MOST_PARTS, _PARTS_OF_TENSOR = 10_000, 20
 
 #: How words of a configuration begin that have other weights read, or fetched.
 _LOADS = ("backbone", "checkpoint", "pretrained", "use_pretrained", "use_timm")
@@ -197,6 +206,8 @@ def _built(torch: Any, known: dict[str, Any], state: Mapping[str, Any]) -> Any:
         plain = _without_code(known["configuration"])
         if word := _loading(plain):
             raise _may_load(known["class"], word)
+        _check_layers(plain.get(getattr(configuration, "attribute_map", {}).get(_LAYERS, _LAYERS)), state)     # of which it may make lists
+        _check_layers(plain.get(_LAYERS), state)
         configured = configuration.from_dict(plain)
         if parts := [name for name, value in vars(configured).items() if isinstance(value, transformers.PreTrainedConfig) and value.model_type]:
             raise _may_load(known["class"], parts[0])
@@ -211,10 +222,8 @@ def _built(torch: Any, known: dict[str, Any], state: Mapping[str, Any]) -> Any:
 def _check_sizes(torch: Any, kind: type, configured: Any, state: Mapping[str, Any]) -> None:
     """A configuration may ask for any amount of time and memory: a model is outlined, without memory, before it is built. Raises
     ValueError unless its weights are those that lie there, and its other tensors no larger than they."""
-    layers = getattr(configured, "num_hidden_layers", 0)
-    if not isinstance(layers, int) or layers > len(state):
-        raise ValueError(f"its configuration has {layers} layers, and there are {len(state)} tensors of weights")
-    with torch.device("meta"):
+    _check_layers(getattr(configured, _LAYERS, 0), state)
+    with torch.device("meta"), _no_more_parts(torch, _MOST_PARTS + _PARTS_OF_TENSOR * len(state)):
         outline = kind(configured)
     wanted = {name: tuple(tensor.shape) for name, tensor in outline.state_dict().items()}
     stored = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -224,6 +233,30 @@ def _check_sizes(torch: Any, kind: type, configured: Any, state: Mapping[str, An
     others = sum(buffer.nbytes for buffer in outline.buffers())
     if others > _MOST_BUFFERS + sum(tensor.nbytes for tensor in state.values()):
         raise ValueError(f"its configuration asks for {others} bytes beside its weights")
+
+
+def _check_layers(layers: Any, state: Mapping[str, Any]) -> None:
+    if layers is not None and (not isinstance(layers, int) or layers > len(state)):
+        raise ValueError(f"its configuration has {layers} layers, and there are {len(state)} tensors of weights")
+
+
+@contextmanager
+def _no_more_parts(torch: Any, most: int) -> Iterator[None]:
+    """A module that is made in here has no more parts than that: a configuration may ask for a thousand million experts. Raises ValueError."""
+    count = itertools.count(1)
+
+    def counted(*registered: Any) -> None:
+        if next(count) > most:
+            raise ValueError(f"its configuration asks for more than {most} modules and tensors, which is more than its weights are for")
+
+    hooks = torch.nn.modules.module
+    handles = [hook(counted) for hook in (hooks.register_module_module_registration_hook, hooks.register_module_parameter_registration_hook,
+                                          hooks.register_module_buffer_registration_hook)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _is_causal(configuration: type, kind: type) -> bool:

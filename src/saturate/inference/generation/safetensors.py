@@ -67,7 +67,7 @@ def read(torch: Any, path: Path) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise ValueError("its header is no object")
     more = header.pop("__metadata__", {})
-    found = {}
+    found, taken = {}, 0
     for name, entry in header.items():
         try:
             dtype, shape, (start, end) = dtypes[entry["dtype"]], entry["shape"], entry["data_offsets"]
@@ -76,6 +76,9 @@ def read(torch: Any, path: Path) -> dict[str, Any]:
             raise ValueError(f"{name!r} is not described") from error
         if not sizes or end - start != math.prod(shape) * dtype.itemsize or 8 + length + end > len(data):
             raise ValueError(f"{name!r} does not lie inside of the file")
+        taken += end - start
+        if taken > len(data):           # each is a copy: a small file could ask for any amount of memory
+            raise ValueError("its tensors lie on top of each other")
         raw = data[8 + length + start:8 + length + end]         # a copy: aligned for its dtype
         flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
         found[name] = flat.reshape(shape)

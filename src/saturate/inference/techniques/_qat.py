@@ -8,7 +8,7 @@ from typing import Any
 
 from saturate.inference.techniques import _training
 from saturate.inference.techniques._api import Context, Ineligible, NotApplied
-from saturate.records.inference import ModelFacts
+from saturate.records.inference import NO_TRAIN, ModelFacts
 
 #: Place among techniques that train: after those that change the structure.
 ORDER = 90
@@ -16,13 +16,13 @@ ORDER = 90
 
 def refusal(facts: ModelFacts) -> Ineligible | None:
     """Why nothing can be trained, or None."""
-    return None if facts.trainable else Ineligible("needs training data: pass train= (on the command line --train)")
+    return None if facts.trainable else Ineligible(NO_TRAIN)
 
 
 def original(context: Context) -> Any:
     """A copy of the model that teaches, to be taken before anything is trained. Raises NotApplied without training data."""
     if context.train is None:
-        raise NotApplied("needs training data: pass train=")
+        raise NotApplied(NO_TRAIN)
     return copy.deepcopy(context.model).requires_grad_(False)
 
 

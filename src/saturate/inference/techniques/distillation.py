@@ -75,7 +75,8 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
         return Eligible("training data for a narrower copy")
     if facts.calibration_samples >= LEAST_SAMPLES:
         return Eligible(f"{facts.calibration_samples} calibration inputs for a slightly narrower copy")
-    return Ineligible(f"no training data, and {facts.calibration_samples} calibration samples are too few (at least {LEAST_SAMPLES})")
+    return Ineligible(f"no training data (train=, on the command line --train), and {facts.calibration_samples} calibration samples are too few "
+                      f"(at least {LEAST_SAMPLES}: more inputs, or calibration=, --calibration)")
 
 
 def variants(facts: ModelFacts) -> Sequence[Options]:
