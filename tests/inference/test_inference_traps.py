@@ -24,7 +24,7 @@ from saturate.inference.ending import so_far
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.result import judged
 from saturate.inference.search import Search, Tried
-from saturate.records.inference import CandidateRecord, ModelFacts
+from saturate.records.inference import CandidateRecord, ModelFacts, OptimizeRecord
 from saturate.techniques._api import NotApplied
 
 torch = pytest.importorskip("torch", reason="models need torch")
@@ -210,6 +210,16 @@ def test_a_fast_candidate_that_does_harm_loses_with_a_reason(plant, here, name, 
     assert (found.fate, says in found.reason) == (fate, True), found.reason
     assert result.record.verdict == "nothing_helps" and result.record.best is None
     assert result.record.artifact is None
+
+
+def test_numbers_of_numpy_do_not_cost_the_result_at_the_end(plant, here):
+    """They passed for Python's until the record was written."""
+    numpy, kit = pytest.importorskip("numpy"), plant("trap_shortcut")
+    budget = saturate.Budget(numpy.float64(0.02), confidence=numpy.float64(0.9), max_flips=numpy.float64(0.5))
+    result = saturate.optimize(kit.Wasteful(), loader(kit), check=correct(kit), budget=budget, limits={"p99_ms": numpy.float64(1e6), "p50_ms": numpy.float64(1e6)},
+                               threads=1, progress=lambda text: None)
+    assert msgspec.json.decode(Path(result.record.report).with_name("result.json").read_bytes(), type=OptimizeRecord).limits == {"p99_ms": 1e6, "p50_ms": 1e6}
+    assert result.record.max_drop == 0.02 and type(result.record.max_drop) is float
 
 
 def test_a_lie_is_caught_without_a_check_too(plant, here):

@@ -14,6 +14,7 @@ Contenders that meet the same samples of the confirmation one after the other sh
 
 from __future__ import annotations
 
+import numbers
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -96,6 +97,9 @@ class Budget:
         if self.max_flips is not None and not (_is_number(self.max_flips) and 0 <= self.max_flips < 1):
             raise UsageError(f"a budget's max_flips is a share of the samples, from 0 to 1; this is {self.max_flips!r}",
                              remedy="write 0.02 where 2 % of the answers may change between right and wrong")
+        for name in ("max_drop", "confidence", "max_flips"):        # records hold Python's numbers, not numpy's
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, float(value))
 
     @property
     def sign(self) -> int:
@@ -147,7 +151,7 @@ class Judgement:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_range(value: Any) -> bool:

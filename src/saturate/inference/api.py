@@ -87,6 +87,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         raise UsageError("the model is None", cause="a function that builds it and returns nothing gives None",
                          remedy="return the torch.nn.Module")
     budget = checked(check, budget, objective, limits)
+    limits = {name: float(most) for name, most in (limits or {}).items()}       # of numpy, perhaps, which no record holds
     only, skip = _ids(only), _ids(skip)
     if isinstance(train, tuple) and len(train) != 2:
         raise UsageError(f"`train` is a tuple of {len(train)}", remedy="train=(loader, loss), or saturate.Train(loader, loss, ...)")
@@ -128,9 +129,9 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
             journal = None
             if check is None or lab.jury is not None:       # else the time is over, and nothing will be measured or judged
                 heard = lab.jury.heard if lab.jury is not None else ()
-                journal = Journal(folder, lab.key(objective, limits or {}), resume, rests(torch, check, budget, heard))
+                journal = Journal(folder, lab.key(objective, limits), resume, rests(torch, check, budget, heard))
                 lab.remember(journal)
-            search = Search(lab, pool, objective, dict(limits or {}), until_s, budget.max_drop if budget else 0.0, say, journal,
+            search = Search(lab, pool, objective, limits, until_s, budget.max_drop if budget else 0.0, say, journal,
                             end_s=lab.deadline_s, check_s=lab.jury.seconds if lab.jury is not None else 0.0)
             ending = Ending(search, lab, notes, began, phases)
             with ending.told():
@@ -195,7 +196,7 @@ def checked(check: Any, budget: Budget | None, objective: str, limits: Mapping[s
     for name, most in (limits or {}).items():
         if name not in LIMITS:
             raise UsageError(f"there is no limit {name!r}", remedy=f"one of {', '.join(LIMITS)}")
-        if isinstance(most, bool) or not isinstance(most, int | float) or not 0 < most < math.inf:
+        if isinstance(most, bool) or not isinstance(most, numbers.Real) or not 0 < most < math.inf:
             raise UsageError(f"the limit {name} is {most!r}", remedy="a positive number; leave out what has no limit")
     refuse_other(budget)
     return Budget(max_drop=0.01) if budget is None and check is not None else budget
