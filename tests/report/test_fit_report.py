@@ -43,6 +43,8 @@ CASES = {
     "inconclusive": Fit(command=["python", "t.py"], verdict="inconclusive", reason="interrupted"),
     "unproved": found(verdict="inconclusive", reason="the budget ended before a size was proved", micro_batch=None, measured_batch=406, measured_steps=5,
                       proved_steps=0, proved_with=[], predicted_peak_bytes=None, throughput=[], knee=None, utilisation=None, advice=[]),
+    "for throughput, which nobody measured": found(target="throughput", throughput=[], knee=None, utilisation=None,
+                                                   throughput_note="the budget was too short to measure throughput"),
     "grows": found(growth_bytes_per_step=3.0 * 2**20, lasts_steps=1087, throughput=[], knee=None),
 }
 
@@ -137,6 +139,13 @@ def test_one_size_alone_has_no_knee_and_no_empty_sentence(note):
     one = SizeThroughput(micro_batch=32, samples_per_s=300.0, ci=(290.0, 310.0))
     page = fit_html.render(found(throughput=[one], throughput_note=note, knee=None, utilisation=None))
     assert ". ." not in page and ".." not in re.sub(r"<style>.*?</style>|<script.*?</script>", "", page, flags=re.S)
+
+
+def test_a_throughput_that_was_asked_for_and_not_measured_is_told():
+    """The answer is then the largest size that was proved, and was shown as if that were the fastest."""
+    record = CASES["for throughput, which nobody measured"]
+    assert "\nknee        not known: the budget was too short to measure throughput\n" in fit.summary(record, width=120, color=False)
+    assert "The budget was too short to measure throughput" in fit_html.render(record)
 
 
 def test_the_json_has_the_promised_names():

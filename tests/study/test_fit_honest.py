@@ -131,6 +131,13 @@ def test_what_is_proposed_after_the_third_proof_of_a_process_is_tried(monkeypatc
     assert record.verdict == "fits" and record.micro_batch >= least and record.proved_steps >= 50 and found.throughput.rates[record.micro_batch]
 
 
+def test_throughput_that_no_process_was_left_for_is_told(monkeypatch):
+    """The last process runs out of memory while it proves a larger size. Nothing said why there was no throughput."""
+    found, record = search(monkeypatch, sample=0.47 * MIB, bend=1.4, late=0.14 * MIB)
+    assert record.verdict == "fits" and record.trial_count == 4 and record.trials[-1].outcome == "out_of_memory", record.trials
+    assert not record.throughput and record.throughput_note == fit_search.NONE_LEFT
+
+
 def test_a_measured_size_that_is_proved_is_a_base_to_go_on_from(monkeypatch):
     """A line that promises a little too much costs one process, and no more than the gap to what failed."""
     _, record = search(monkeypatch, late=0.02 * MIB)

@@ -58,7 +58,7 @@ def test_the_speed_of_a_size_that_does_not_fit_is_no_matter():
     with pytest.raises(TrialEnded):
         prove(made, Sized(48, blocks=6))
     assert [one.micro_batch for one in made.throughput.curve()] == list(made.proofs) == [16, 32]
-    assert made.throughput.knee == 16
+    assert made.throughput.knee == 16 and "one process after the other" in made.throughput.note, "also where the last process died"
     assert (answered(made, "throughput"), answered(made, "memory")) == (16, 32)
 
 

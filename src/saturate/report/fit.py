@@ -78,6 +78,8 @@ def _facts(found: Fit) -> list[tuple[str, str]]:
     lines += [("peak", peak_words(found)), ("of it", kinds_words(found)), ("proved", proof_words(found))]
     if found.not_seen:
         lines.append(("not seen", "; ".join(found.not_seen)))
+    if found.target == "throughput" and not found.throughput and found.throughput_note:
+        lines.append(("knee", f"not known: {found.throughput_note}"))
     return lines
 
 

@@ -118,6 +118,8 @@ def _method(found: Fit, cuts: list[str]) -> Markup:
     lines = [*(f"Proved for {text}" for text in proof), *(f"Not seen: {text}" for text in found.not_seen), *found.notes]
     if (grows := say.growth_words(found)):
         lines.append(grows)
+    if found.throughput_note and not found.throughput:
+        lines.append(words.capital(found.throughput_note))
     lines += [f"Left out of this page for its size: {cut}" for cut in cuts]
     if found.margin_bytes:
         lines.insert(0, f"An answer's peak stays below the limit by {show(found.margin_bytes)} or more")

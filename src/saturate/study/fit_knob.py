@@ -98,6 +98,9 @@ def _joined(word: str, knob: str) -> bool:
 #: Proposals are multiples of no more than this.
 MOST_UNIT = 64
 
+#: How throughput comes about.
+IN_TURN = "measured in one process after the other, not interleaved; a batch is taken for what the argument says"
+
 #: A size that differs in nothing: by so much peaks and times of one size differ from process to process, at most. Where the shapes
 #: of what the model is given are not known, a small batch may hide in them, up to this factor between two sizes.
 SAME_PEAK, SAME_TIME, HIDDEN_FACTOR = 1.05, 1.25, 64
@@ -245,6 +248,8 @@ class KnobSearch(Search):
         over = super()._prove(process, size, fresh, began)
         for window in self.blocks if size in self.proofs else ():       # of a size that does not fit, nobody needs to know how fast it is
             self.throughput.add(size, window, window.samples or window.timed * size * self.facts["micro_steps"] * self.world_size)
+        if self.throughput.rates:
+            self.throughput.note = IN_TURN
         return over
 
     def _saw_block(self, size: int, window: Window) -> None:
@@ -252,4 +257,4 @@ class KnobSearch(Search):
         self.blocks.append(window)
 
     def _throughput(self, process: Process) -> None:
-        self.throughput.note = "measured in one process after the other, not interleaved; a batch is taken for what the argument says"
+        """Measured while the sizes were proved."""

@@ -42,6 +42,7 @@ THROUGHPUT_SHARE, RESERVE = 0.4, 0.25
 AGAIN = "again"
 
 NOT_PROVED = "anything but a few steps: it was measured, not proved"
+NONE_LEFT = "throughput was not measured: the last process ended before it came to that"
 GROWS = "memory grows from step to step: throughput was not measured in what is left"
 
 
@@ -172,6 +173,8 @@ class Search(State):
             if size is None:
                 break
             size = self._prove_from(size)
+        if self.proofs and not self.throughput.rates and not self.throughput.note:
+            self.throughput.note = NONE_LEFT if self.trials >= MOST_TRIALS else TOO_SHORT
 
     def _unfinished(self) -> int | None:
         """The best size once more where throughput is missing, which is measured behind a proof; without a proof, the largest
