@@ -159,6 +159,16 @@ def test_who_a_process_is_does_not_depend_on_what_a_script_puts_in_the_place_of_
     assert len(trial.run_block(1, 20).timed_ns) == 20
 
 
+@pytest.mark.parametrize(("goes_on", "kind"), [("", "never_trained"), ("sleep 60", "hung")])
+def test_what_in_a_shell_script_keeps_the_agent_out_is_named_where_no_training_is_seen(goes_on, kind, script, start):
+    """Seen: it was said not to train, or to need a longer budget."""
+    text = f"true\nenv -i {sys.executable} -c 'print(1)'\n{goes_on}\n"
+    with pytest.raises(TrialEnded) as ended:
+        start("bash", str(script(text, "train.sh")), timeout_s=3.0).wait_ready()
+    outcome = ended.value.outcome
+    assert outcome.kind == kind and "train.sh starts Python by env" in outcome.reason and "line 2 of " in outcome.reason and "PYTHONPATH" in outcome.remedy
+
+
 @pytest.mark.parametrize("command", [("env", "-i"), ("env", "-u", "WANDB_MODE"), ("env", "-uWANDB_MODE")])
 def test_what_a_trial_needs_is_there_behind_a_cleared_environment(command, script, start):
     trial = start(*command, sys.executable, str(script("import os\nprint(os.environ.get('WANDB_MODE'))")), environment={"WANDB_MODE": "offline"})

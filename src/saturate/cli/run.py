@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -24,9 +23,6 @@ from saturate.records.recipe import MadeFor, Recipe
 from saturate.trial import defeats, launch
 
 TAKES_COMMAND = True
-
-#: Characters of a shell script that are looked at.
-_LONGEST_SCRIPT = 1 << 20
 
 #: Values of CUDA_VISIBLE_DEVICES by which there is no device.
 _HIDDEN = ("", "-1")
@@ -85,39 +81,11 @@ def _restarts(command: list[str]) -> int:
 def _say_what_is_not_reached(command: list[str]) -> None:
     """Where it can be read in the command line, or in the script that it names: one may start several programs, so this is no reason
     to refuse."""
-    from saturate.machine import fingerprint
-
     what = defeats.not_handed_on(command)
     if what is not None:
         notices.tell(f"saturate: {what}: then the recipe cannot take effect; put that in front of saturate\n")
-    names = [os.path.basename(word) for word in command]
-    shell = next((at for at, name in enumerate(names) if name in fingerprint.SHELLS), None)
-    if shell is not None and not any(map(launch.is_python, names[:shell])):
-        is_command, operands = fingerprint.shell_operands(command[shell + 1:])
-        if is_command:
-            _say_what_a_shell_does(operands[0] if operands else "", f"the command given to {names[shell]}")
-            return
-    script = fingerprint.script_of(command)
-    if script is None:
-        return
-    try:
-        with open(script, encoding="utf-8", errors="replace") as file:
-            text = file.read(_LONGEST_SCRIPT)
-    except OSError:
-        return                  # the shell will say so
-    in_front = set(names[:names.index(script.name)] if script.name in names else names)
-    if in_front & fingerprint.SHELLS or re.match(r"#!.*[/ ](ba|da|z|k)?sh\b", text):
-        _say_what_a_shell_does(text, str(script))
-    option = defeats.in_first_line(text)
-    if option is not None and not in_front & fingerprint.LAUNCHERS and not any(map(launch.is_python, in_front)):
-        notices.tell(f"saturate: the first line of {script} starts `python {option}`, which ignores PYTHONPATH: the recipe cannot take effect there\n")
-
-
-def _say_what_a_shell_does(text: str, where: str) -> None:
-    found = defeats.in_shell(text)
-    if found is not None:
-        line, what = found
-        notices.tell(f"saturate: line {line} of {where} {what}: the recipe cannot take effect there\n")
+    for found in defeats.in_script(command):
+        notices.tell(f"saturate: {found}: the recipe cannot take effect there\n")
 
 
 def _environment() -> dict[str, str]:

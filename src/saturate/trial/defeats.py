@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+from saturate.machine import fingerprint
 from saturate.trial.launch import CARRIERS, defeated_by, is_python, of_env, taken_by_env
+
+#: Characters of a shell script that are looked at.
+_LONGEST_SCRIPT = 1 << 20
 
 #: Commands of a shell that print what follows them.
 _PRINTERS = (["echo"], ["printf"])
@@ -75,6 +81,39 @@ def not_handed_on(argv: list[str]) -> str | None:
         return None
     whole = any(word == "--preserve-env" or re.match(r"-[a-zA-Z]*E", word) for word in in_front[sudo:])
     return "sudo takes PYTHONPATH out of the environment, with -E as well" if whole else "sudo clears the environment"
+
+
+def in_script(argv: list[str], cwd: str | os.PathLike[str] = ".") -> Iterator[str]:
+    """What keeps the agent out in the script that the command names, or in the text that it gives to a shell; nothing is in sight where
+    this is empty."""
+    names = [os.path.basename(word) for word in argv]
+    shell = next((at for at, name in enumerate(names) if name in fingerprint.SHELLS), None)
+    if shell is not None and not any(map(is_python, names[:shell])):
+        is_command, operands = fingerprint.shell_operands(argv[shell + 1:])
+        if is_command:
+            yield from _told(operands[0] if operands else "", f"the command given to {names[shell]}")
+            return
+    script = fingerprint.script_of(argv, cwd)
+    if script is None:
+        return
+    try:
+        with open(script, encoding="utf-8", errors="replace") as file:
+            text = file.read(_LONGEST_SCRIPT)
+    except OSError:
+        return                  # the shell will say so
+    in_front = set(names[:names.index(script.name)] if script.name in names else names)
+    if in_front & fingerprint.SHELLS or re.match(r"#!.*[/ ](ba|da|z|k)?sh\b", text):
+        yield from _told(text, str(script))
+    option = in_first_line(text)
+    if option is not None and not in_front & fingerprint.LAUNCHERS and not any(map(is_python, in_front)):
+        yield f"the first line of {script} starts `python {option}`, which ignores PYTHONPATH"
+
+
+def _told(text: str, where: str) -> Iterator[str]:
+    found = in_shell(text)
+    if found is not None:
+        line, what = found
+        yield f"line {line} of {where} {what}"
 
 
 def in_first_line(script: str) -> str | None:

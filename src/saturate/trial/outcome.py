@@ -212,6 +212,14 @@ def with_exception(outcome: Outcome, log: str) -> Outcome:
                    remedy=f"see whether it waits for a process that failed so; otherwise {outcome.remedy}")
 
 
+def with_defeat(outcome: Outcome, what: str) -> Outcome:
+    """Of a workload in which no training was seen: `what` may be why, as far as a script tells."""
+    if outcome.kind not in ("never_trained", "hung", "not_in_time"):
+        return outcome
+    return replace(outcome, reason=f"{outcome.reason}; the agent may have been kept out: {what}",
+                   remedy=f"if the training is what starts there, let it keep PYTHONPATH and SATURATE_PLAN as they are; otherwise {outcome.remedy}")
+
+
 def apart(timeout_s: float, standing: list[int], missing: list[int]) -> Outcome:
     """Name a workload that had to be ended because only some of its ranks came to the gate, where those wait for the others."""
     waits = "stands" if len(standing) == 1 else "stand"

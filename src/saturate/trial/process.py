@@ -15,7 +15,19 @@ from typing import Any
 
 from saturate.machine import redaction
 from saturate.records import sizes
-from saturate.trial import clocks, endings, launch, meter, ports, refusals, standard_input, starting, supervised, tree
+from saturate.trial import (
+    clocks,
+    defeats,
+    endings,
+    launch,
+    meter,
+    ports,
+    refusals,
+    standard_input,
+    starting,
+    supervised,
+    tree,
+)
 from saturate.trial.cage import CagePlan
 from saturate.trial.gate import (
     AgentFailed,
@@ -27,7 +39,18 @@ from saturate.trial.gate import (
     SeveralTrainings,
     StartedElsewhere,
 )
-from saturate.trial.outcome import CUT, ELSEWHERE, Outcome, apart, classify, late, stalled, unseen, with_exception
+from saturate.trial.outcome import (
+    CUT,
+    ELSEWHERE,
+    Outcome,
+    apart,
+    classify,
+    late,
+    stalled,
+    unseen,
+    with_defeat,
+    with_exception,
+)
 
 #: A workload that keeps printing (tokenising, downloading) is not hung, but it is not waited for longer than this many
 #: times the silence that would be a hang.
@@ -299,7 +322,12 @@ class Trial:
         """With what its output tells, as long as no process of it has come to a gate."""
         if self.server.hello() is not None:
             return outcome
-        return with_exception(outcome, redaction.without_secrets(self.output(), self.workload.environment))
+        return self._unreached(with_exception(outcome, redaction.without_secrets(self.output(), self.workload.environment)))
+
+    def _unreached(self, outcome: Outcome) -> Outcome:
+        """With what the command's script does that keeps the agent out, where no training was seen."""
+        what = next(defeats.in_script(self.workload.argv, self.workload.cwd), None)
+        return with_defeat(outcome, what) if what is not None else outcome
 
     def _printed(self) -> tuple[int, int]:
         return _grown(self.log)
@@ -378,7 +406,7 @@ class Trial:
             report, said, steps, hello is not None, launch.defeated_by(self.workload.argv),
             endings.last(self.spec.folder) if hello is None else None, raised=any(notice.get("raised") for notice in last))
         if self.ended.kind in ("never_trained", "hung"):
-            self.ended = endings.absent(self.spec.folder) or self.ended
+            self.ended = endings.absent(self.spec.folder) or (self.ended if hello else self._unreached(self.ended))
         if self.ended.kind in ("too_short", "hung") and endings.cut(self.spec.folder):
             self.ended = CUT
         if self.spec.cage:
