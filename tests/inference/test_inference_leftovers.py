@@ -60,6 +60,8 @@ def test_a_folder_of_a_search_without_a_workdir_goes_unless_it_holds_a_result_or
         search(tmp_path / f"optimize-0123456{number}")
     search(tmp_path / "optimize-01234563", result={})
     (tmp_path / "optimize-01234564").mkdir()        # about to begin
+    with FolderLock(tmp_path / "optimize-01234566"):
+        pass                                        # its inputs were refused
     search(tmp_path / "optimize")
     search(tmp_path / "optimize-of-mine")
     (tmp_path / "optimize-01234565").symlink_to(tmp_path / "optimize")

@@ -67,13 +67,13 @@ def clear_forsaken(parent: Path, prefix: str) -> None:
     """Remove the folders of searches without a workdir that ended without a result, killed or by an error, and were left alone for
     `QUIET_S`."""
     for folder in parent.glob(f"{prefix}{8 * '[0-9a-f]'}"):
-        # A process makes the source when it has the lock: where there is none, it may be about to take it.
-        if not folder.is_symlink() and (folder / "source").is_dir() and not (folder / "result.json").exists():
-            with contextlib.suppress(SaturateError, OSError):
-                if time.time() - _changed(folder) > QUIET_S:
-                    with FolderLock(folder):
-                        process.clear_away(folder / "processes")
-                        shutil.rmtree(folder)
+        with contextlib.suppress(SaturateError, OSError):
+            names = {path.name for path in folder.iterdir()} if not folder.is_symlink() else set()
+            ours = "source" in names or names == {"lock"}       # no more, where the inputs were refused
+            if ours and "result.json" not in names and time.time() - _changed(folder) > QUIET_S:
+                with FolderLock(folder):
+                    process.clear_away(folder / "processes")
+                    shutil.rmtree(folder)
 
 
 def _changed(folder: Path) -> float:
