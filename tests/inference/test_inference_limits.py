@@ -194,6 +194,22 @@ def test_a_slower_one_is_not_certified_by_a_few_calls(monkeypatch: pytest.Monkey
     assert "it seems to keep the limits; the time ended after 20 calls, too few to tell: give it more time" in found.reason
 
 
+@pytest.mark.parametrize(("first", "then", "over"), [(Uneven, FakeWorker, False), (FakeWorker, Uneven, True)])
+def test_what_the_final_race_shows_of_the_model_counts(monkeypatch: pytest.MonkeyPatch, first: Any, then: Any, over: bool) -> None:
+    """What was thought of it at first is not said at the end if it is otherwise, nor is another called slow or dominated by it."""
+    monkeypatch.setattr("saturate.inference.racing._FEWEST_CALLS", 8)
+    world = World({"run": 0.99, "other": 1.25})
+    world.baseline = lambda: first(1.0, Candidate())        # type: ignore[method-assign]
+    search = walk(world, RUN, OTHER, limits={"p90_ms": 2000.0})
+    assert (search.over is not None) is not over and fates(search)["other"] == ("slower" if over else "dominated")
+    world.baseline = lambda: then(1.0, Candidate())         # type: ignore[method-assign]
+    search.own_times = search.own_times[:8]
+    won, final, verdict = ended(search, world)
+    assert (search.over is not None) is over and fates(search)["other"] == ("dominated" if over else "slower")
+    assert (won is not None) is (verdict == "keeps_limits") is over
+    assert (recorded(search, won, final, monkeypatch).baseline.fate == "over_limit") is over
+
+
 @pytest.mark.parametrize(("name", "slow", "calls", "few"), [
     ("p99_ms", 0, 12, True), ("p99_ms", 0, 101, False), ("p99_ms", 0, 320, False), ("p50_ms", 0, 4, True), ("p50_ms", 0, 5, False),
     ("p50_ms", 3, 12, True), ("p50_ms", 2, 12, False), ("p90_ms", 0, 28, True), ("p90_ms", 0, 29, False)])

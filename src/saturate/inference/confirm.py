@@ -79,7 +79,7 @@ def champion(search: Search, lab: Lab, deadline_s: float,
              mend: Callable[[Tried], None] | None = None) -> tuple[Confirmed | None, Race | None]:
     """The best contender that wins its final race against the user's baseline. It has to keep the user's limits there as well,
     loaded from its artifact and over as many calls as it takes to tell; else it gives way to the next one. Where the baseline itself passes one
-    in that race, it need not win it. None: no
+    by all of its calls, it need not win it. None: no
     contender did, each has its fate; what is still `waiting` had no turn. `mend` gets what does not survive (default: the
     search's own)."""
     for turn in range(MOST):
@@ -92,6 +92,7 @@ def champion(search: Search, lab: Lab, deadline_s: float,
             if search.objective == "memory":
                 won.memory_bytes = once_more(lambda won=won: most_bytes(won, lab))
             final = once_more(lambda artifact=won.artifact: against(lab, artifact, None, deadline_s))
+            search.hear(final.times_a)
             said = outcome(final, search, won)
             if said == "keeps_limits" and search.objective != "memory" and "peak_memory_gb" in search.limits:
                 won.memory_bytes = once_more(lambda won=won: most_bytes(won, lab))
@@ -166,7 +167,7 @@ def outcome(final: Race, search: Search, won: Confirmed) -> str:
         found = "faster" if search.lighter(won.memory_bytes) > search.beats else "nothing_helps"
     else:
         found = {"faster": "faster", "inconclusive": "inconclusive"}.get(final.verdict, "nothing_helps")
-    if found != "faster" and final.estimate is not None and search.passes(final.times_a) is not None:
+    if found != "faster" and final.estimate is not None and search.over is not None:
         return "keeps_limits"
     return found
 

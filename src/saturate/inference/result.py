@@ -199,10 +199,9 @@ def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: 
         baseline = msgspec.structs.replace(baseline, accuracy=lab.jury.scores.mean)
     if final is not None and final.a is not None:
         baseline = msgspec.structs.replace(baseline, latency_ms=final.a)
-    over = search.over if final is None else search.passes(final.times_a)
-    if over is not None:
-        baseline = msgspec.structs.replace(baseline, fate="over_limit", reason=f"{baseline.reason}; {over}")
-        notes = [f"the model itself does not keep the limits: {over}", *notes]
+    if search.over is not None:
+        baseline = msgspec.structs.replace(baseline, fate="over_limit", reason=f"{baseline.reason}; {search.over}")
+        notes = [f"the model itself does not keep the limits: {search.over}", *notes]
     waiting = untried(search, lab.threads, TIME_ENDED if complete else SEARCH_ENDED)
     verdict = verdict_of(won, final, search, complete and not waiting and not open_ones(search))
     best = best_of(won, lossless, final, versus, unraced) if verdict in ANSWERS else None

@@ -117,6 +117,7 @@ class Search:
     fresh: set[Candidate] = field(default_factory=set)     # measured by this search, not by an earlier one
     check_s: float = 0.0                                    # that the check takes on the model
     over: str | None = None                                 # which limit the model itself passes: then what keeps them is of use, however slow it is
+    own_times: tuple[int, ...] = ()                         # of its calls, ns, by which that is known
     _lane: Any = None
 
     # -- the walk --------------------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ class Search:
             self._renew()
         self.baseline = Tried(Candidate(), "dominated", "the model as it came", 1.0, racing.timing(self._lane.times_ns),
                               peak_memory_bytes=self._own_bytes())
-        self.over = self._passed()
+        self._tell_limits()
         if self.over is not None:
             self.progress(f"the model itself does not keep the limits: {self.over}; a slower candidate that does is of use, too")
         self._walk(lambda: plan.alone(self.pool, self.tried))
@@ -261,9 +262,16 @@ class Search:
         """Whether a screening can tell that it is of use."""
         return self.value(found) > self.least and (self.over is not None or self.value(found) >= plan.HELPS)
 
-    def passes(self, times_ns: Sequence[int]) -> str | None:
-        """Which limit the model itself passes, by the times of its calls and its memory."""
-        return model_over_limit(times_ns, self.baseline.peak_memory_bytes if self.baseline else None, self.limits)
+    def hear(self, times_ns: Sequence[int]) -> None:
+        """Some calls of the model itself: which limit it passes is known by all that were heard of. Where that is other than it was thought
+        before, what is slower than the model has another fate."""
+        if not self.limits:
+            return
+        self.own_times += tuple(times_ns)
+        before, self.over = self.over, model_over_limit(self.own_times, self.baseline.peak_memory_bytes if self.baseline else None, self.limits)
+        if (before is None) is not (self.over is None):
+            for found in self.tried.values():
+                self._told(found)
 
     def ranked(self, lossless: bool = False) -> list[Tried]:
         """Working candidates, best first."""
@@ -438,7 +446,7 @@ class Search:
                 self.progress(f"the model's memory is that of one process, for another one failed: {error}")
         return one
 
-    def _passed(self) -> str | None:
+    def _tell_limits(self) -> None:
         """Which limit the model itself passes, with more calls of it where the first are too few to tell."""
         assert self.baseline is not None
         memory_bytes = self.baseline.peak_memory_bytes
@@ -448,7 +456,7 @@ class Search:
                 self._lane.run()
         except WorkerFailed:
             self._renew()
-        return self.passes(self._lane.times_ns)
+        self.hear(self._lane.times_ns)
 
     def _worth_repairing(self, broken: Tried) -> bool:
         best = self.best()

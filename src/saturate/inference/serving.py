@@ -334,7 +334,8 @@ def _final(one: Confirmed, search: Search, lab: Lab) -> Race | None:
     the limits there. None: it does not, or nobody knows; its row says why."""
     try:
         final = confirm.once_more(lambda: confirm.against(lab, one.artifact, None, lab.deadline_s))
-        said = "faster" if search.passes(final.times_a) is None else "keeps_limits"
+        search.hear(final.times_a)
+        said = "faster" if search.over is None else "keeps_limits"
         final = confirm.once_more(lambda: confirm.with_enough_calls(one, final, lab, search.limits, lab.deadline_s, said))
     except WorkerFailed as error:
         one.found.fail(error, f"in the final race, {error}")
