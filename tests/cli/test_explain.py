@@ -18,7 +18,7 @@ from saturate.cli import _meanings, explain, main
 from saturate.findings import _api, _registry
 from saturate.records import drill, fit, inference, result
 from saturate.records.analysis import Limit
-from saturate.report.inference_words import MEANINGS
+from saturate.report.inference_words import MEANINGS, VERDICTS
 from saturate.study import diagnose
 from saturate.trace import integrity
 from saturate.trial.outcome import KINDS
@@ -64,7 +64,8 @@ def test_what_is_inconclusive_may_be_unverified():
     (explain.VERDICTS, typing.get_args(result.Verdict)), (explain.FATES, typing.get_args(result.Fate)),
     (_meanings.FIT_VERDICTS, typing.get_args(fit.FitVerdict)), (_meanings.FIT_SIZES, typing.get_args(fit.SizeOutcome)),
     (_meanings.DRILL_OUTCOMES, typing.get_args(drill.Outcome)), (_meanings.TRIAL_OUTCOMES, KINDS),
-], ids=["verdicts", "fates", "fit", "sizes", "drill", "trials"])
+    (VERDICTS, typing.get_args(inference.SearchVerdict)),
+], ids=["verdicts", "fates", "fit", "sizes", "drill", "trials", "optimize"])
 def test_every_word_that_a_record_may_hold_has_a_meaning(explained, printed):
     assert set(explained) == set(printed)
     for word in printed:

@@ -70,7 +70,7 @@ _GROUPS = (
 _STRIPPED = "Its text was dropped by python -OO or PYTHONOPTIMIZE=2; start saturate without them to read it."
 
 _PLURALS = {
-    "numerics class": "numerics classes", "fate of an inference candidate": "fates of inference candidates", "verdict of fit": "verdicts of fit",
+    "numerics class": "numerics classes", "fate of an inference candidate": "fates of inference candidates", "verdict of fit": "verdicts of fit", "verdict of optimize": "verdicts of optimize",
     "size in fit": "sizes in fit", "outcome of a drill": "outcomes of a drill", "outcome of a trial": "outcomes of a trial",
     "problem of a trace": "problems of a trace",
 }
@@ -138,9 +138,9 @@ def _inference() -> dict[str, ModuleType]:
 
 
 def _groups() -> tuple[tuple[str, dict[str, str]], ...]:
-    from saturate.report.inference_words import MEANINGS
+    from saturate.report.inference_words import MEANINGS, VERDICTS
 
-    return *_GROUPS, ("fate of an inference candidate", MEANINGS)
+    return *_GROUPS, ("verdict of optimize", VERDICTS), ("fate of an inference candidate", MEANINGS)
 
 
 def _rules() -> dict[str, ModuleType]:

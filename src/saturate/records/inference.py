@@ -17,6 +17,9 @@ SCHEMA = 1
 
 Verdict = Literal["pass", "fail", "undecided"]
 
+#: What a search found. keeps_limits: nothing is faster, but this keeps the limits, and the model does not.
+SearchVerdict = Literal["faster", "keeps_limits", "nothing_helps", "inconclusive"]
+
 #: Verdicts of a search that has a best.
 ANSWERS = ("faster", "keeps_limits")
 
@@ -167,7 +170,7 @@ class OptimizeRecord(msgspec.Struct, frozen=True, kw_only=True):
     relative: bool = False                  # max_drop and all drops are shares of the baseline's score
     confidence: float | None
     limits: dict[str, float] = {}
-    verdict: Literal["faster", "keeps_limits", "nothing_helps", "inconclusive"]      # keeps_limits: as the model does not, and no faster
+    verdict: SearchVerdict
     baseline: CandidateRecord               # its fate is over_limit where it passes one of the limits itself
     best_lossless: CandidateRecord | None   # the baseline where no lossless candidate beats it; None: not known
     best: Best | None

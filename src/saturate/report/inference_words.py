@@ -52,6 +52,18 @@ MEANINGS = {
     "not_tried": "The time ended first, it was left out, or there was no check to judge it by, or no data to train it with.",
 }
 
+#: What each verdict of a search means.
+VERDICTS = {
+    "faster": "The best candidate is shown to be better than the model by the objective: faster, or with less memory, or with more samples per "
+              "second. Loaded from its artifact it is within the budget and the limits.",
+    "keeps_limits": "Nothing that keeps the limits is better than the model, but the model does not keep them: the best candidate that does is the "
+                    "answer, even if it is slower. It is within the budget.",
+    "nothing_helps": "Everything had its turn, and no candidate within the budget and the limits is better than the model. The table says what "
+                     "became of each; another budget or limit may let one through.",
+    "inconclusive": "Nobody knows yet: the time ended, samples are missing, or the machine was too noisy. The reason says which; the same command "
+                    "with more time goes on where it was.",
+}
+
 #: Fates whose reasons a reader wants first: it would have been worth having.
 _LOST = ("rejected_accuracy", "undecided", "rejected_behaviour", "over_limit", "not_deployable", "failed")
 
