@@ -72,6 +72,17 @@ class Normed(Inner):
         return super().forward(self.second(x).transpose(1, 2))
 
 
+class Seldom(Inner):
+    """Running statistics in a branch that is taken now and then."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.BatchNorm1d(WIDTH, affine=False)
+
+    def forward(self, x):
+        return super().forward(self.first(x.transpose(1, 2)).transpose(1, 2) if random.random() < 0.4 else x)
+
+
 class PowerIteration(Inner):
     """A buffer that is read before it is changed: the second run must see the old one."""
 

@@ -39,6 +39,7 @@ from checkpoint_models import (  # noqa: E402 - after the import that decides wh
     Recomputing,
     RichStack,
     Run,
+    Seldom,
     Stack,
     Wild,
     engine_of,
@@ -69,6 +70,7 @@ def proof(run, options):
 
 MODELS = {
     "dropout": Stack, "running statistics": lambda: Stack(Normed), "a buffer that is read": lambda: Stack(PowerIteration),
+    "running statistics now and then": lambda: Stack(Seldom),
     "random numbers of Python": lambda: Stack(PythonRandom), "rich arguments": RichStack, "keywords only": KeywordStack,
     "a list that grows": GrowingStack,
     "in place on a product": lambda: Stack(InPlaceProduct), "in place on a returned product": AddingStack,

@@ -20,6 +20,9 @@ PRODUCTS = frozenset((
 ))
 
 
+#: Buffers up to this size are copied for each forward, whether or not it was seen to change them.
+SMALL_BYTES = 1 << 16
+
 #: For which a device is kept busy while a forward under watch is queued: about 20 ms.
 BUSY_CYCLES = 40_000_000
 
@@ -116,7 +119,7 @@ class Trace:
     product_bytes: int = 0
     needed_bytes: int = 0
     buffer_bytes: int = 0
-    buffers: tuple[tuple[str, str], ...] = ()       # (path, name) of those that the forward changes
+    buffers: tuple[tuple[str, str], ...] = ()       # (path, name) of those that the forward changes, or may change
     rest_share: float = 1.0                         # of its operators' time, spent outside of products
     operators: int = 0                              # how many it ran
     operators_why_not: str = ""
@@ -176,10 +179,11 @@ def rehearse(torch: Any, device: Any, inner: Any, module: Any, args: tuple[Any, 
         raise NotRepeatable("its forward changes a list or dict that it is given")
     if any(tensor._version != version for tensor, version in zip(before, versions)):
         raise NotRepeatable("its forward modifies an argument in place")
-    # The buffers were copied before the forward saw them, so what differs from the real ones was changed by it.
+    # The buffers were copied before the forward saw them, so what differs from the real ones was changed by it. Small ones, as running
+    # statistics are, may be changed in a branch that is only taken now and then (stochastic depth, a normalization for each domain).
     trace.buffers = tuple(
         place for place, owner, value, copy in zip(names, owners, now, copies)
-        if value is not copy or not _same(owner._buffers[place[1]], value, torch))
+        if value is not copy or _nbytes(copy) <= SMALL_BYTES or not _same(owner._buffers[place[1]], value, torch))
     trace.buffer_bytes = sum(_nbytes(module.get_submodule(path)._buffers[name]) for path, name in trace.buffers)
     _sort_out(trace, before, parameters | set(storages.keys((now, list(module.parameters())))), storages, torch)
     return trace
