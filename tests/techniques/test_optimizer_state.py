@@ -258,6 +258,13 @@ def test_a_script_may_read_and_change_the_state(apply: Any) -> None:
     assert average.shape == parameter.shape and average.dtype == parameter.dtype and "tensor" in repr(average)
     average.mul_(0.5)
     assert torch.allclose(optimizer.state[parameter]["exp_avg"].clone(), before / 2, atol=1e-2 * float(before.abs().max()))
+    kept = average.clone()
+    average.data = average.data.to("cpu")
+    assert torch.equal(optimizer.state[parameter]["exp_avg"].clone(), kept), "the same values on the same device stay as they rest"
+    average.data = average.data * 4
+    assert torch.allclose(optimizer.state[parameter]["exp_avg"].clone(), kept * 4, atol=1e-2 * float(kept.abs().max()) * 4)
+    with pytest.raises(RuntimeError, match="clone"):
+        average.data = torch.zeros(3)
     other = net[0].weight
     kept = optimizer.state[other]["exp_avg"].clone()
     optimizer.state[parameter] = {}

@@ -126,6 +126,19 @@ def resting_type(torch: Any) -> Any:
         def __repr__(self, **options: Any) -> str:      # type: ignore[override]
             return repr(self.values())
 
+        @property
+        def data(self) -> Any:
+            return torch.Tensor.data.__get__(self)
+
+        @data.setter
+        def data(self, values: Any) -> None:
+            """Scripts give it the same values on another device, as they do with weights. torch would put them where nobody looks."""
+            if values.shape != self.shape:
+                self._lies_nowhere()
+            if not torch.equal(self, values):       # to put the same ones to rest anew would change them
+                with torch.no_grad():
+                    self.copy_(values)
+
         # What torch does for its own tensors only. What is written to an array would be lost: it is for reading.
 
         def numpy(self, *, force: bool = False) -> Any:
