@@ -99,6 +99,15 @@ def test_at_the_end_the_newest_of_each_series_is_plain(job):
     assert "saves wrote" in job.lines[-1]
 
 
+def test_a_script_that_replaces_getpid_has_plain_files_at_the_end_as_well(job, monkeypatch):
+    for step in range(5):
+        job.save(f"ckpt_{step}.pt")
+    assert job.named("ckpt_4.pt")
+    monkeypatch.setattr(os, "getpid", lambda: 42)
+    job.keeper.close()
+    assert not job.named("ckpt_4.pt")
+
+
 def test_a_save_after_the_end_is_plain(job):
     """A handler of the script's own may run at exit after ours."""
     for step in range(4):
