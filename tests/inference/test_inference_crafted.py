@@ -53,8 +53,7 @@ def crafted(changes: dict[str, Any], kind: str = "MixtralForCausalLM") -> tuple[
 
 @pytest.mark.parametrize(("kind", "changes", "says"), [
     ("MixtralForCausalLM", {"num_local_experts": 10**9}, "by its configuration|asks for more than"),
-    ("Qwen3ForCausalLM", {"num_hidden_layers": 10**9, "layer_types": None}, "1000000000 layers"),
-    ("Qwen3ForCausalLM", {"num_hidden_layers": "many"}, "many layers")])
+    ("Qwen3ForCausalLM", {"num_hidden_layers": 10**9, "layer_types": None}, "1000000000 layers")])
 def test_a_configuration_that_asks_for_any_number_of_parts_is_refused(kind: str, changes: dict[str, Any], says: str) -> None:
     from saturate.inference.generation.artifact import _built
 

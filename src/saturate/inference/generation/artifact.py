@@ -206,8 +206,9 @@ def _built(torch: Any, known: dict[str, Any], state: Mapping[str, Any]) -> Any:
         plain = _without_code(known["configuration"])
         if word := _loading(plain):
             raise _may_load(known["class"], word)
-        _check_layers(plain.get(getattr(configuration, "attribute_map", {}).get(_LAYERS, _LAYERS)), state)     # of which it may make lists
-        _check_layers(plain.get(_LAYERS), state)
+        for name in (_LAYERS, configuration.attribute_map.get(_LAYERS, _LAYERS)):
+            if isinstance(plain.get(name), int):        # it makes lists of so many; what is none it refuses itself
+                _check_layers(plain[name], state)
         configured = configuration.from_dict(plain)
         if parts := [name for name, value in vars(configured).items() if isinstance(value, transformers.PreTrainedConfig) and value.model_type]:
             raise _may_load(known["class"], parts[0])
@@ -236,7 +237,7 @@ def _check_sizes(torch: Any, kind: type, configured: Any, state: Mapping[str, An
 
 
 def _check_layers(layers: Any, state: Mapping[str, Any]) -> None:
-    if layers is not None and (not isinstance(layers, int) or layers > len(state)):
+    if not isinstance(layers, int) or layers > len(state):
         raise ValueError(f"its configuration has {layers} layers, and there are {len(state)} tensors of weights")
 
 
