@@ -120,6 +120,18 @@ def test_who_was_not_scored_has_its_turn_when_the_one_that_outran_it_falls(how: 
     assert won is not None and won.found.candidate.label() == "bf16 + other" and won.judgement.verdict == "pass"
 
 
+@pytest.mark.parametrize(("factor", "fate"), [(0.3, "kept"), (1.5, "slower")])
+def test_the_row_of_one_that_was_scored_when_it_was_confirmed_has_its_score(factor: float, fate: str) -> None:
+    """Beside a best with a score and a verdict the row of the same candidate said that there was none."""
+    world = World({"fast": 0.2, "bf16": 0.4, "other": 0.8}, {"bf16": 0.001, "fast": 0.001})
+    search = walk(world, FAST, BF16, OTHER)
+    losing(world, "fast")
+    stored(world, "bf16 + other", factor)
+    champion(search, world)
+    row = next(one for one in search.tried.values() if one.candidate.label() == "bf16 + other").record()
+    assert (row.fate, row.accuracy, row.verdict) == (fate, pytest.approx(0.899), "pass") and "in the final race" in row.reason
+
+
 @pytest.mark.parametrize(("lossless_ms", "winner"), [(0.8, "short"), (0.45, "run")])
 def test_behind_the_end_of_the_time_one_that_was_not_scored_is_worth_a_turn(lossless_ms: float, winner: str) -> None:
     """Seen on ResNet-50: 96 samples could not tell of five ways to int8, and bfloat16, twice as fast as the lossless one, had no turn."""

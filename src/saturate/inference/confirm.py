@@ -173,7 +173,9 @@ def outcome(final: Race, search: Search, won: Confirmed) -> str:
 
 
 def settle(won: Confirmed, final: Race | None, verdict: str) -> None:
-    """The fate of a contender, from its final race."""
+    """The fate of a contender, from its final race, and its scores, where it had none before."""
+    if won.found.scores is None and not won.found.candidate.lossless:
+        won.found.scores, won.found.judgement = won.scores, won.judgement
     if verdict in ANSWERS:
         won.found.fate = "kept"
     elif final is not None:
