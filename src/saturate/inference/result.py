@@ -103,8 +103,8 @@ class Result:
         return report.table(self.record)
 
     def pareto(self) -> list[CandidateRecord]:
-        """The candidates that no other, nor the model itself, beats in both latency and accuracy, the fastest first. The winner with its
-        confirmed numbers."""
+        """The candidates that no other, nor the model itself (if it keeps the limits), beats in both latency and accuracy, the fastest first. The
+        winner with its confirmed numbers."""
         from saturate.report import inference as report
 
         return [one for one in report.front([self.record.baseline, *report.rows(self.record)]) if one is not self.record.baseline]
