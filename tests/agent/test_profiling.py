@@ -177,6 +177,12 @@ def closure():
     opt.zero_grad(); loss = loss_of(); loss.backward(); return loss
 while True: opt.step(closure)
 """,
+    "one step is the whole training": """
+opt = torch.optim.LBFGS(model.parameters(), max_iter=10**9, tolerance_grad=-1, tolerance_change=-1)
+def closure():
+    opt.zero_grad(); loss = loss_of(); loss.backward(); return loss
+opt.step(closure)
+""",
     "scaler": """
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=10**9)
 n = 0
@@ -187,7 +193,8 @@ while True:
 }
 
 
-@pytest.mark.parametrize("name", ["by hand", *(pytest.param(name, marks=pytest.mark.slow) for name in ("accumulation", "closure", "scaler"))])
+@pytest.mark.parametrize("name", ["by hand", "one step is the whole training",
+                                  *(pytest.param(name, marks=pytest.mark.slow) for name in ("accumulation", "closure", "scaler"))])
 def test_other_loops_have_whole_steps_too(record, name):
     seen, _ = record(MODEL + LOOPS[name], 4)
     found = labels(seen["trace"])

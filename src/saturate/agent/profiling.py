@@ -23,7 +23,7 @@ import threading
 import time
 from typing import Any
 
-from saturate.agent import kinds, observe, threadbound
+from saturate.agent import kinds, motif, observe, threadbound
 from saturate.agent.hostsyncs import HostSyncs
 from saturate.agent.places import readable
 from saturate.agent.window import Window
@@ -217,11 +217,12 @@ class Recording(Window):
     # -- labels ----------------------------------------------------------------------------------------------------
 
     def crosses_label(self) -> bool:
-        """Whether the step ended inside torch's label around `Optimizer.step`, or inside ours around a backward pass."""
+        """Whether the step ended inside torch's label around `Optimizer.step`, or inside ours around a backward pass. Where one call of
+        the optimizer is the whole training, torch's label is around all steps, and began before any was recorded."""
         if not self.began_ns:
             return False
-        if self.in_backward:
-            return True
+        if self.in_backward or self.session.step.token == motif.CLOSURE:
+            return bool(self.in_backward)
         file = self.torch.optim.Optimizer.profile_hook_step.__code__.co_filename
         frame = sys._getframe(1)
         while frame is not None:
