@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import socket
 import threading
+
+import pytest
 
 from saturate.agent import gate
 from saturate.agent.timeline import Timeline
@@ -39,3 +42,23 @@ def test_each_rank_begins_on_the_cpu_that_it_is_told(monkeypatch):
         mine._file.close()
         mine._socket.close()
     assert moved == [5] and said == [7, 7]
+
+
+@pytest.mark.parametrize(("failed", "cut"), [(TimeoutError("of the script's own signal handler"), False), (OSError(errno.ENOSPC, ""), False),
+                                             (OSError(errno.EBADF, ""), True), (OSError(errno.ENOTSOCK, ""), True)])
+def test_only_a_connection_that_is_gone_is_called_cut(failed, cut, tmp_path):
+    class File:
+        def write(self, line):
+            raise failed
+
+        readline = flush = write
+
+    mine = gate.Gate.__new__(gate.Gate)
+    mine._file, mine._ended = File(), str(tmp_path / "ended")
+    mine._socket, other = socket.socketpair()
+    with other, mine._socket:
+        for ask in (lambda: mine._send({}), lambda: mine.tell({})):
+            with pytest.raises(gate.Cut if cut else type(failed)) as raised:
+                ask()
+            assert cut or raised.value is failed
+        assert (mine._socket.fileno() == -1) is cut and bool(list(tmp_path.iterdir())) is cut

@@ -16,6 +16,7 @@ waits for the host at the beginning of what is timed would take longer for it th
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -47,7 +48,7 @@ class Gate:
             self._leave(plan.get("ended"))
         self._file = self._socket.makefile("rwb")
         self._rank = hello["rank"]
-        self._word = plan.get("ended")
+        self._ended = plan.get("ended")
         self.remaining = 0
         self._timed = 0
         self.split = False
@@ -108,7 +109,8 @@ class Gate:
             except ConnectionError:
                 line = b""
             except OSError as error:
-                raise self._cut() from error
+                self._tell_cut(error)
+                raise
             if not line:
                 self._leave()
             order = json.loads(line)
@@ -138,16 +140,19 @@ class Gate:
         except ConnectionError:
             self._leave()
         except OSError as error:
-            raise self._cut() from error
+            self._tell_cut(error)
+            raise
 
-    def _cut(self) -> Cut:
-        """What to raise. The number may be another file's by now, and is not ours to close; the controller sees the end of a connection, and
-        finds the reason in its folder."""
+    def _tell_cut(self, error: OSError) -> None:
+        """Raises Cut if there is no connection under its number any more: a signal handler of the script may raise an OSError, too. The number
+        may be another file's by now, and is not ours to close; the controller sees the end of a connection, and finds the reason in its folder."""
+        if error.errno not in (errno.EBADF, errno.ENOTSOCK):
+            return
         self._socket.detach()
-        if self._word is not None:
+        if self._ended is not None:
             with contextlib.suppress(OSError):
-                Path(f"{self._word}-cut-{getpid()}").touch()
-        return Cut("the script has closed the connection with the controller (os.closerange)")
+                Path(f"{self._ended}-cut-{getpid()}").touch()
+        raise Cut("the script has closed the connection with the controller (os.closerange)") from error
 
     @staticmethod
     def _leave(word: str | None = None) -> NoReturn:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection
+from posix import getpid
 from typing import Any
 
 from saturate.agent import kinds
@@ -78,7 +79,7 @@ class Sampling(Window):
             self.torch.cuda.reset_peak_memory_stats(device)
             self._retries = kinds.device_memory(self.torch, device)["retries"]
         self._usage = {pid: schedule(pid) for pid in self._processes()}
-        self._read = {pid: read_bytes(pid) for pid in (os.getpid(), *self._usage)}
+        self._read = {pid: read_bytes(pid) for pid in (getpid(), *self._usage)}
         self._idle = idle_ns()
         self._cpu = time.process_time_ns()
         self._kernel = resource.getrusage(resource.RUSAGE_SELF)
@@ -268,7 +269,7 @@ class Sampling(Window):
         these are gone."""
         if len(workers) < len(self._feeding):
             return None
-        now = {pid: read_bytes(pid) for pid in (os.getpid(), *workers)}
+        now = {pid: read_bytes(pid) for pid in (getpid(), *workers)}
         if None in now.values() or None in (self._read.get(pid, 0) for pid in now):
             return None
         return sum(count - (self._read.get(pid, 0) or 0) for pid, count in now.items() if count is not None)
@@ -314,7 +315,7 @@ class Sampler(threading.Thread):
             return
         place = self._places.fetched(frame, self._window.fetch)     # before anything lets the training thread go on
         self.fetching += 1
-        self.waiting += task_state(os.getpid(), self._native) == "D"
+        self.waiting += task_state(getpid(), self._native) == "D"
         if place is not None:
             self.lines[place] += 1
 

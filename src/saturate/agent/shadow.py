@@ -15,6 +15,7 @@ import errno
 import os
 import re
 import stat
+from posix import getpid
 from typing import Any
 
 ORIGINAL: dict[str, Any] = {name: getattr(os, name) for name in (
@@ -281,7 +282,7 @@ class Shadow:
         if stat.S_ISLNK(seen.st_mode):
             ORIGINAL["symlink"](_readlink(path), there)
             return
-        fresh = f"{there}.{os.getpid()}.copy"   # renamed when whole: another process may look at the same moment
+        fresh = f"{there}.{getpid()}.copy"   # renamed when whole: another process may look at the same moment
         out = _open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             if content:

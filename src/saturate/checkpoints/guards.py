@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from posix import getpid
 from types import ModuleType
 from typing import Any
 
@@ -179,7 +180,7 @@ class Guards:
         self.writer.refuse(_is_mine)
 
     def _kill(self, pid: int, number: int) -> None:
-        if pid in (0, os.getpid(), -os.getpgrp()) and number:
+        if pid in (0, getpid(), -os.getpgrp()) and number:
             self.writer.flush()
 
     def _kill_group(self, group: int, number: int) -> None:
@@ -233,7 +234,7 @@ class Guards:
         with quiet():
             self.writer.flush()
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            os.kill(getpid(), number)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

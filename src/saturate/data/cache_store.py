@@ -26,6 +26,7 @@ import threading
 import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from posix import getpid
 from typing import Any
 
 _MAGIC = b"SATDATA2"
@@ -234,15 +235,15 @@ class Store:
 
     def count(self, read: int, stored: int) -> None:
         """Say that this process has read and stored so many samples more. Roughly, where more processes count than have a pair."""
-        if self._counting != os.getpid():
-            self._counting, self._counter = os.getpid(), self._own_counter()
+        if self._counting != getpid():
+            self._counting, self._counter = getpid(), self._own_counter()
             self._counted = self._counters()[self._counter]
         self._counted = self._counted[0] + read, self._counted[1] + stored
         self._note(_COUNTER.pack(*self._counted), _COUNTERS + self._counter * _COUNTER.size)
 
     def _own_counter(self) -> int:
         """A pair that nobody has counted in since this was opened, if there is one."""
-        now, first = self._counters(), os.getpid() % _COUNTER_SLOTS
+        now, first = self._counters(), getpid() % _COUNTER_SLOTS
         order = (*range(first, _COUNTER_SLOTS), *range(first))
         return next((place for place in order if now[place] == self._before[place]), first)
 
@@ -283,7 +284,7 @@ def create(folder: Path | None, name: str, key: bytes, slots: int, limit_bytes: 
         if folder is None:
             descriptor = os.memfd_create(f"saturate {name}", os.MFD_CLOEXEC)
             _begin(descriptor, fixed, slots)
-            return Store(f"/proc/{os.getpid()}/fd/{descriptor}", descriptor, key, slots)
+            return Store(f"/proc/{getpid()}/fd/{descriptor}", descriptor, key, slots)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = path_of(folder, name)
         try:

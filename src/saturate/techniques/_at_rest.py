@@ -135,6 +135,7 @@ def resting_type(torch: Any) -> Any:
             """Scripts give it the same values on another device, as they do with weights. torch would put them where nobody looks."""
             if values.shape != self.shape:
                 self._lies_nowhere()
+            values = values.detach().to(self.device, self.dtype)        # it rests where it rests
             if not torch.equal(self, values):       # to put the same ones to rest anew would change them
                 with torch.no_grad():
                     self.copy_(values)

@@ -24,8 +24,9 @@ and buffers; a block that gives other bits, changes an argument, an attribute or
 auxiliary losses, a counter), has a random generator of its own, is passed an object that it may change (a key-value
 cache), whose inside has hooks, or in which ranks speak to each other (SyncBatchNorm, tensor and expert parallelism: each
 rank decides for itself what it recomputes) is left alone. Buffers that a forward changes (running statistics) are as they were
-while it runs again, and are updated once. What a script changes only in later steps between a forward and its backward
-(weights that it replaces, a schedule) is not seen.
+while it runs again, and are updated once. Not seen are a buffer of more than 64 KiB that a forward first changes in a later
+step (in a branch that is seldom taken), which is updated twice there, and what a script changes only in later steps between
+a forward and its backward (weights that it replaces, a schedule).
 
 How it is applied
 -----------------

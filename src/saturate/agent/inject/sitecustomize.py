@@ -13,6 +13,7 @@ import sys
 # `atexit` is part of the interpreter. Not `importlib.machinery` and `importlib.util`: those load `functools`, `types` and others.
 from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import PathFinder, spec_from_file_location
+from posix import getpid
 
 _HERE = os.path.dirname(__file__)
 
@@ -92,7 +93,7 @@ class _Guest:
         try:
             import json
 
-            with open(f"{self.plan['ended']}-stayed-out-{os.getpid()}.json", "w", encoding="utf-8") as file:
+            with open(f"{self.plan['ended']}-stayed-out-{getpid()}.json", "w", encoding="utf-8") as file:
                 json.dump({"why": self.why_not}, file)
         except Exception:  # noqa: BLE001, S110 - a full disk, or a `json` of the user's: the log says why as well
             pass
