@@ -10,6 +10,7 @@ import os
 import pathlib
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -555,6 +556,28 @@ def test_who_waits_for_a_training_that_was_killed_goes_on(tmp_path):
             break
         time.sleep(0.05)
     assert (tmp_path / "seen").read_text() == "False"
+
+
+def test_a_script_that_replaces_getpid_dies_of_its_own_signal(tmp_path):
+    """Another process got the signal, and the training went on."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "from saving_kit import applied, state, torch\n"
+        "own, other = os.getpid(), os.fork()\n"
+        "if not other:\n"
+        "    time.sleep(20)\n"
+        "    os._exit(0)\n"
+        "try:\n"
+        "    with applied('thread'):\n"
+        "        torch.save(state(1), 'a.pt')\n"
+        "        os.getpid = lambda: other\n"
+        "        os.kill(own, signal.SIGTERM)\n"
+        "finally:\n"
+        "    print('went on', os.waitpid(other, os.WNOHANG))\n")
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent)}
+    ended = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=60, stdout=subprocess.DEVNULL)
+    assert ended.returncode == -signal.SIGTERM and same(torch.load(tmp_path / "a.pt"), state(1))
 
 
 def test_names_that_a_module_took_wait_too(tmp_path, disk, monkeypatch):
