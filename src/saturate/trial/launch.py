@@ -156,12 +156,14 @@ def taken_by_env(argv: list[str], names: Iterable[str]) -> tuple[int, list[str],
 
 
 def carried(argv: list[str], environment: Mapping[str, str], techniques: list[Chosen], more: Mapping[str, str] = _NOTHING) -> list[str]:
-    """The command to start, given an environment from `injected`: what an `env` in front of the training would take out of it is put in
-    again.
+    """The command to start, given an environment from `injected`: what any `env` in front of the training would take out of it is put
+    in again.
 
     >>> plain = {"PYTHONPATH": "/inject", "SATURATE_PLAN": "/plan.json"}
     >>> carried(["env", "-u", "PYTHONPATH", "A=1", "python", "t.py"], plain, [])
     ['env', '-u', 'PYTHONPATH', 'A=1', 'PYTHONPATH=/inject', 'python', 't.py']
+    >>> carried(["env", "A=1", "nice", "env", "-i", "python", "t.py"], plain, [])
+    ['env', 'A=1', 'nice', 'env', '-i', 'PYTHONPATH=/inject', 'SATURATE_PLAN=/plan.json', 'python', 't.py']
     """
     ours = [*CARRIERS, *sorted({name for chosen in techniques for name in chosen.environment} | set(more))]
     found = taken_by_env(argv, ours)
@@ -173,7 +175,8 @@ def carried(argv: list[str], environment: Mapping[str, str], techniques: list[Ch
         again["PYTHONPATH"] = injected(given, "", [])["PYTHONPATH"]
     elif "PYTHONPATH" in again:
         again["PYTHONPATH"] = str(again["PYTHONPATH"]).split(os.pathsep)[0]      # ours; the user asked to be rid of the rest
-    return [*argv[:position], *(f"{name}={value}" for name, value in again.items()), *argv[position:]]
+    behind = carried(argv[position:], environment, techniques, more)        # there may be another one
+    return [*argv[:position], *(f"{name}={value}" for name, value in again.items()), *behind]
 
 
 def is_python(word: str = "") -> bool:
