@@ -8,6 +8,7 @@ import multiprocessing.resource_sharer
 import multiprocessing.synchronize
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +25,18 @@ from saturate.techniques import _passes_with_workers, _refused_in_workers, loade
 from saturate.techniques._given import MOST_HELD, Given  # noqa: E402
 
 HERE = os.getpid()
+
+#: What a test of this file may take: where a pass waits for ever, its test fails, and the others have their turn.
+LIMIT_S = 120
+
+
+@pytest.fixture(autouse=True)
+def in_time():
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"not over in {LIMIT_S} s"))
+    signal.alarm(LIMIT_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -457,6 +470,60 @@ def test_tensors_that_are_yet_to_be_conjugated_come_as_they_are():
         assert loader.num_workers == 2
     finally:
         context.undo()
+
+
+SPAWNED = """
+import multiprocessing
+import sys
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from saturate.agent.context import Context
+from saturate.techniques import loader_workers
+
+
+class Spectra(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        spectrum = torch.tensor([complex(index, index + 1)]).conj()
+        return spectrum, spectrum.imag
+
+
+def with_a_lambda(samples):
+    return samples, lambda: 0
+
+
+def numbers(samples):
+    return [(a.tolist(), b.tolist()) for a, b in samples]
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    context = Context(torch)
+    loader_workers.apply(context, loader_workers.Options(workers=1))
+    dataset = Spectra()
+    samples = numbers(map(dataset.__getitem__, range(12)))
+    changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": None}, frozenset())
+    loader = DataLoader(dataset, batch_size=None, **changes)
+    assert [numbers(loader) for _ in range(2)] == [samples, samples] and loader.num_workers == 1
+
+    loader = DataLoader(dataset, batch_size=2, collate_fn=with_a_lambda, **changes)
+    for _ in range(2):
+        assert [numbers(batch) for batch, _ in loader] == [samples[n:n + 2] for n in range(0, 12, 2)]
+    assert loader.num_workers == 0
+    context.undo()
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_not_forked_send_what_they_have_made_or_say_why_not(method, tmp_path):
+    (tmp_path / "script.py").write_text(SPAWNED)
+    done = subprocess.run([sys.executable, "script.py", method], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "Spectra or its collate_fn makes batches that cannot be sent to another process" in done.stderr
 
 
 class Curriculum(torch.utils.data.Dataset):

@@ -233,7 +233,7 @@ def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: 
         return begin(self, original)
 
     def begin(loader: Any, make: Callable[[Any], Any]) -> Any:
-        if loader.num_workers and loader in given and (loader._iterator is None or make is not original):     # workers are forked
+        if loader.num_workers and loader in given and (loader._iterator is None or make is not original):     # workers are started
             generators = [_seeds_workers(context.torch, loader), *generators_of(list(samplers_in(loader._index_sampler)))]
             states = [state_of(generator) for generator in generators]
             try:

@@ -84,21 +84,26 @@ def refusing_models(torch: Any, trained: frozenset[int]) -> Iterator[None]:
         hook.remove()
 
 
-@contextlib.contextmanager
-def sending_all(torch: Any) -> Iterator[None]:
-    """Where workers are forked inside of this, one that cannot send a batch says so: `multiprocessing` would print why, and send nothing. Of
-    a tensor that is yet to be conjugated or negated torch sends what lies in memory: here that is done before."""
-    from multiprocessing.reduction import ForkingPickler
+class _Sending:
+    """torch's loop of a worker, in which one that cannot send a batch says so: `multiprocessing` would print why, and send nothing. Of a
+    tensor that is yet to be conjugated or negated torch sends what lies in memory: here that is done before."""
 
-    from torch.multiprocessing.reductions import reduce_tensor
+    def __init__(self) -> None:
+        from torch.utils.data._utils import worker
 
-    module = torch.utils.data._utils.worker
-    original = module._worker_loop
-    signature = inspect.signature(original)
+        self._original = worker._worker_loop
 
-    @functools.wraps(original)
-    def loop(*args: Any, **kwargs: Any) -> None:
-        results = signature.bind(*args, **kwargs).arguments["data_queue"]
+    def __reduce__(self) -> Any:
+        """A process that is not forked has torch's own there."""
+        return _Sending, ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        from multiprocessing.reduction import ForkingPickler
+
+        import torch
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        results = inspect.signature(self._original).bind(*args, **kwargs).arguments["data_queue"]
 
         def tell(error: Exception, kept: Any) -> None:
             if isinstance(kept, tuple):         # otherwise it was pickled, and whoever it was for has ended
@@ -107,9 +112,15 @@ def sending_all(torch: Any) -> Iterator[None]:
 
         results._on_queue_feeder_error = tell
         ForkingPickler.register(torch.Tensor, lambda tensor: reduce_tensor(tensor.resolve_conj().resolve_neg()))     # in this process alone
-        original(*args, **kwargs)
+        self._original(*args, **kwargs)
 
-    module._worker_loop = loop
+
+@contextlib.contextmanager
+def sending_all(torch: Any) -> Iterator[None]:
+    """Where workers are started inside of this, however they are, they run in `_Sending`."""
+    module = torch.utils.data._utils.worker
+    original = module._worker_loop
+    module._worker_loop = _Sending()
     try:
         yield
     finally:
