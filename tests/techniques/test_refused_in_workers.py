@@ -324,6 +324,27 @@ def test_a_worker_that_the_script_had_itself_is_nobody_else_s():
         context.undo()
 
 
+class Slow(Rows):
+    def __getitem__(self, index):
+        time.sleep(3 * (index == 4))
+        return index
+
+
+def test_a_loader_that_the_script_gave_workers_and_a_time_limit_keeps_both():
+    """Though another loader of its dataset was given workers."""
+    context = Context(torch)
+    loader_workers.apply(context, loader_workers.Options(workers=1))
+    try:
+        dataset = Slow()
+        assert context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": 2}, frozenset())["num_workers"]
+        loader = DataLoader(dataset, batch_size=2, num_workers=1, timeout=1)
+        with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
+            list(loader)
+        assert loader.num_workers == 1
+    finally:
+        context.undo()
+
+
 @pytest.mark.parametrize("message", ["Too many open files. Communication with the workers is no longer possible.", "received 0 items of ancdata"])
 def test_batches_that_the_training_keeps_end_no_training_that_had_no_workers(message, capfd):
     loader_workers._say_once.cache_clear()
@@ -435,16 +456,22 @@ class AsksItself:
 
 
 @pytest.mark.parametrize(("collate", "reason"), [(of_a_local_class, "cannot be sent to another process"),
-                                                 (AsksItself, "cannot come from another process (RecursionError")])
-def test_batches_that_do_not_cross_are_made_in_the_training_process(collate, reason, capfd):
+                                                 (AsksItself, "cannot be received (RecursionError"),
+                                                 (AsksItself, "cannot be received (RuntimeError: Pin memory thread exited")])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_batches_that_do_not_cross_are_made_in_the_training_process(collate, reason, capfd, monkeypatch):
     """The training waited for ever for those that a worker cannot send."""
+    pinned = "Pin memory" in reason
+    if pinned:      # the thread runs without a device, too: nothing in these batches can be pinned
+        for name, value in {"is_available": True, "current_device_index": 0, "set_device_index": None}.items():
+            monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
     loader_workers._say_once.cache_clear()
     context = Context(torch)
     loader_workers.apply(context, loader_workers.Options(workers=2))
     try:
         dataset = Rows()
         changes = context.loader_rewrites[0](dataset, {"num_workers": 0, "batch_size": 2}, frozenset())
-        loader = DataLoader(dataset, batch_size=2, collate_fn=collate, **changes)
+        loader = DataLoader(dataset, batch_size=2, collate_fn=collate, pin_memory=pinned, **changes)
         for _ in range(2):
             assert [batch.samples for batch in loader] == [[n, n + 1] for n in range(0, 12, 2)]
         assert loader.num_workers == 0

@@ -250,7 +250,7 @@ class Passes:
             return ""
         dataset = type(iterator._dataset).__name__
         if isinstance(error, NotReceived):
-            return f"{dataset} or its collate_fn makes batches that cannot come from another process ({error}): there are none"
+            return f"batches that workers have made of {dataset} cannot be received ({error}): there are none"
         if lost(iterator, error):
             return f"{dataset} has lost a worker ({error}): its batches are made in the training process from here on"
         found = (said for refusal, said in _REASONS.items() if refusal in str(error))

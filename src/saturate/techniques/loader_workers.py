@@ -56,12 +56,12 @@ each pass. Left alone are:
 
 If workers fail because a dataset or its collate function uses CUDA, calls the model that is being trained (to choose hard examples,
 say) or makes batches that cannot be pickled (a generator, an object of a local class), or if the kernel ends them for want of memory, the
-training process makes the batches from there on. (Where the script has workers itself, it ends as it would without this technique.) Not
-noticed are items that are computed from the model's parameters without a call of a module, from a copy of the model that the script
-updates beside it (an average of its weights), or by workers that are not forked (which hold a copy of the model as well), nor where the
-dataset itself catches the error. A batch over which a
-worker fails for another reason is made once more in the training process, which raises there what the script alone would raise, if
-anything. Where no process can be started, there are no workers.
+training process makes the batches from there on. (Where the script has workers itself, it ends as it would without this technique, unless
+they are of a dataset of which another loader was given some.) Not noticed are items that are computed from the model's parameters without
+a call of a module, from a copy of the model that the script updates beside it (an average of its weights), or by workers that are not
+forked (which hold a copy of the model as well), nor where the dataset itself catches the error. A batch over which a worker fails for
+another reason is made once more in the training process, which raises there what the script alone would raise, if anything. Where no
+process can be started, there are no workers.
 
 References
 ----------
