@@ -86,7 +86,10 @@ def test_where_nobody_keeps_the_limits_that_is_said(monkeypatch: pytest.MonkeyPa
     search = walk(world, RUN, limits=SMALL)
     assert fates(search) == {"run": "over_limit"} and ended(search, world) == (None, None, "nothing_helps")
     record = recorded(search, None, None, monkeypatch)
-    assert record.baseline.fate == "over_limit" and words.title(record) == "Nothing keeps the limits"
+    assert record.baseline.fate == "over_limit" and words.title(record) == "Nothing usable is shown to keep the limits"
+    with pytest.raises(NothingFaster, match="nothing that keeps the limits was found") as refused:
+        _ = result.Result(record, search, world).best      # type: ignore[arg-type]
+    assert "as it is" not in (refused.value.remedy or "")
 
 
 @pytest.mark.parametrize(("sizes", "kept"), [((4e8, 4.9e8), True), ((4e8, 4e8, 5.1e8), False)])
@@ -132,6 +135,15 @@ def test_formats_that_are_slow_are_tried_on_other_runtimes_where_the_model_is_no
         search = walk(world, BF16, *runtimes, limits={"peak_memory_gb": most})
         tried[most] = sum(found.fate == "not_tried" for found in search.tried.values())
     assert tried[0.5] == 0 < tried[2.0]
+
+
+def test_a_format_alone_has_its_turn_where_the_runtimes_pass_the_limit() -> None:
+    """Beside such a runtime it passes the limit as well."""
+    runtime = technique("run")
+    runtime.COMPILES = True
+    world = World({"run": 0.5, "bf16": 1.0}, {"bf16": 0.001})
+    world.served_bytes = lambda worker, found: int(9e8 if "run" in found.candidate.ids else 4e8)      # type: ignore[method-assign]
+    assert fates(walk(world, BF16, runtime, limits=SMALL)) == {"run": "over_limit", "bf16 + run": "over_limit", "bf16": "dominated"}
 
 
 def test_a_search_that_goes_on_tells_again_what_is_slow(tmp_path: Any) -> None:
@@ -247,7 +259,7 @@ def test_the_summary_says_that_it_keeps_the_limits_and_at_what_speed() -> None:
     assert "\nartifact  " in text and words.won(kept())
     assert "Keeps the limits at" in page.render(kept())
     nothing = msgspec.structs.replace(optimizations.nothing(), baseline=kept().baseline)
-    assert report.summary(nothing, width=110, color=False).startswith("Nothing within the budget keeps the limits\n")
+    assert report.summary(nothing, width=110, color=False).startswith("Nothing usable within the budget is shown to keep the limits\n")
 
 
 @pytest.mark.parametrize(("over", "ratio", "said"), [(True, 0.8, "keeps_limits"), (True, None, "inconclusive"), (False, 0.8, "nothing_helps")])

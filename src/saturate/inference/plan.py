@@ -97,13 +97,16 @@ def lossless_together(found: Pool, alone: Mapping[Candidate, float]) -> Iterator
 
 def numbers(found: Pool, tried: Mapping[Candidate, Any]) -> Iterator[Candidate]:
     """Each number format with the fastest lossless runtimes that it goes with, once these are known; alone where it brings
-    its own, or none works. `tried` has attributes `speedup`."""
+    its own, or none works, or those that do pass a limit: it may be the one that keeps it. `tried` has attributes `speedup` and `fate`."""
     runtimes = best_variants(found.runtimes, {candidate: known.speedup for candidate, known in tried.items() if known.speedup is not None})
     for part in found.numbers:
         pairs = [Candidate.of([part, runtime]) for runtime in runtimes]
         pairs = [candidate for candidate in pairs if candidate.conflict() is None][:RUNTIMES]
         waits = any(Candidate.of([runtime]) not in tried and Candidate.of([part, runtime]).conflict() is None for runtime in found.runtimes)
-        yield from pairs or ([] if waits else [Candidate.of([part])])
+        yield from pairs
+        over = all(tried[Candidate.of([other for other in pair.parts if other != part])].fate == "over_limit" for pair in pairs)
+        if over and not waits:
+            yield Candidate.of([part])
 
 
 def trained(found: Pool, best: Sequence[Candidate]) -> Iterator[Candidate]:
