@@ -178,7 +178,10 @@ class ArtifactDamaged(EnvironmentProblem):
 
 
 class NothingFaster(EnvironmentProblem):
-    """A search found nothing that is faster within the budget, so there is no artifact. That is an answer, too."""
+    """A search found nothing that is better within the budget and the limits, so there is no artifact. That is an answer, too.
+
+    Where the model itself passes a limit, nothing was shown to keep them all.
+    """
 
     code = "E360"
 

@@ -164,7 +164,7 @@ def test_nothing_helps_is_an_answer():
     text = report.summary(optimizations.nothing(), width=110, color=False)
     assert text.startswith("Nothing within the budget and the limits is faster\n")
     assert "why       onnx-int8-static 6.97x, rejected (accuracy)" in text
-    assert text.splitlines()[-1] == "next      saturate explain no_difference"
+    assert text.splitlines()[-1] == "next      saturate explain nothing_helps"
     assert "build() failed: RuntimeError: no GPU" in report.summary(optimizations.failed(), width=110, color=False)
 
 

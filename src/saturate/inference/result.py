@@ -75,8 +75,9 @@ class Result:
         """The winner, loaded from its artifact. Raises NothingFaster where there is none."""
         if self._best is None:
             if self.record.artifact is None:        # also where the best so far is stored, and nothing was confirmed
-                raise NothingFaster("nothing faster was found, so there is no artifact", cause=self._why(),
-                                    remedy="use the model as it is; result.table() says what was tried")
+                over = self.record.baseline.fate == "over_limit"
+                raise NothingFaster(f"nothing {'that keeps the limits' if over else 'faster'} was found, so there is no artifact", cause=self._why(),
+                                    remedy=f"{'other limits, or more time' if over else 'use the model as it is'}; result.table() says what was tried")
             self._best = artifact.load(self.record.artifact)
         return self._best
 

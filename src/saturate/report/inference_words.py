@@ -105,7 +105,7 @@ def title(record: OptimizeRecord, times: str = "x", *, interval: bool = True) ->
         if given
     ]
     if record.baseline.fate == "over_limit":        # the model does not keep them either: being faster is not what is missing
-        return f"Nothing{' within the budget' * (record.max_drop is not None)} keeps the limits"
+        return f"Nothing usable{' within the budget' * (record.max_drop is not None)} is shown to keep the limits"
     better = {"memory": "needs less memory", "throughput": "serves more samples per second"}.get(record.objective, "is faster")
     return f"Nothing{' within ' * bool(bounds)}{' and '.join(bounds)} {better}"
 
@@ -328,4 +328,4 @@ def next_command(record: OptimizeRecord) -> str:
         return words.shell(["saturate", "bench", record.artifact, "--batch", sizes])
     if record.baseline.fate == "failed":
         return "saturate doctor"
-    return f"saturate explain {'inconclusive' if record.verdict == 'inconclusive' else 'no_difference'}"
+    return f"saturate explain {record.verdict}"
