@@ -15,7 +15,7 @@ from test_inference_confirm import weighing
 from test_inference_search import BF16, INT8, OTHER, RUN, FakeWorker, World, fates, quick, registry, technique, walk
 
 from saturate.errors import NothingFaster
-from saturate.inference import api, confirm, limits, result
+from saturate.inference import api, confirm, limits, result, serving
 from saturate.inference.candidates import Candidate
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.journal import Journal
@@ -204,6 +204,31 @@ def test_a_slower_one_is_not_certified_by_a_few_calls(monkeypatch: pytest.Monkey
     found = next(iter(search.tried.values()))
     assert few and won is None and verdict == "inconclusive" and found.fate == "inconclusive"
     assert "it seems to keep the limits; the time ended after 20 calls, too few to tell: give it more time" in found.reason
+
+
+def test_what_is_plainly_faster_may_serve_more_after_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it may be the winner by latency: it has more to offer than the limits."""
+    monkeypatch.setattr("saturate.inference.racing._FEWEST_CALLS", 8)
+    found = {}
+    for factor in (0.5, 1.25):
+        world = uneven(World({"run": factor}))
+        world.deadline_s = time.monotonic() + 60        # type: ignore[attr-defined]
+        search = walk(world, RUN, limits={"p99_ms": 2000.0})
+        monkeypatch.setattr(confirm, "with_enough_calls", lambda won, final, *more: replace(final, times_b=final.times_b[:20]))
+        one = confirm.survive(next(iter(search.tried.values())), world, print)
+        assert search.over is not None and one is not None
+        found[factor] = serving._final(one, search, world) is not None      # type: ignore[arg-type]
+    assert found == {0.5: True, 1.25: False}
+
+
+def test_what_was_no_faster_is_a_contender_again_once_the_model_passes_a_limit() -> None:
+    search = walk(World({"run": 0.9}), RUN, limits={"p50_ms": 2000.0})
+    found = next(iter(search.tried.values()))
+    found.fate = "no_difference"
+    search.hear([int(1e9)] * 9)
+    assert search.over is None and found.fate == "no_difference"
+    search.hear([int(3e9)] * 999)
+    assert search.over is not None and confirm.contenders(search) == [found]
 
 
 @pytest.mark.parametrize(("first", "then", "over"), [(Uneven, FakeWorker, False), (FakeWorker, Uneven, True)])

@@ -79,9 +79,8 @@ def champion(search: Search, lab: Lab, deadline_s: float,
              mend: Callable[[Tried], None] | None = None) -> tuple[Confirmed | None, Race | None]:
     """The best contender that wins its final race against the user's baseline. It has to keep the user's limits there as well,
     loaded from its artifact and over as many calls as it takes to tell; else it gives way to the next one. Where the baseline itself passes one
-    by all of its calls, it need not win it. None: no
-    contender did, each has its fate; what is still `waiting` had no turn. `mend` gets what does not survive (default: the
-    search's own)."""
+    by all of its calls, it need not win it. None: no contender did, each has its fate; what is still `waiting` had no turn. `mend` gets
+    what does not survive (default: the search's own)."""
     for turn in range(MOST):
         if turn and search.too_late():
             break
@@ -93,16 +92,15 @@ def champion(search: Search, lab: Lab, deadline_s: float,
                 won.memory_bytes = once_more(lambda won=won: most_bytes(won, lab))
             final = once_more(lambda artifact=won.artifact: against(lab, artifact, None, deadline_s))
             search.hear(final.times_a)
-            said = outcome(final, search, won)
-            if said == "keeps_limits" and search.objective != "memory" and "peak_memory_gb" in search.limits:
+            verdict = outcome(final, search, won)
+            if verdict == "keeps_limits" and search.objective != "memory" and "peak_memory_gb" in search.limits:
                 won.memory_bytes = once_more(lambda won=won: most_bytes(won, lab))
-            if said in ANSWERS:
-                final = once_more(lambda won=won, final=final, said=said: with_enough_calls(won, final, lab, search.limits, deadline_s, said))
+            if verdict in ANSWERS:
+                final = once_more(lambda won=won, final=final, verdict=verdict: with_enough_calls(won, final, lab, search.limits, deadline_s, verdict))
         except WorkerFailed as error:
             won.found.fail(error, f"in the final race, {error}")
             search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
             continue
-        verdict = outcome(final, search, won)
         over = refused(won, final, verdict, search.limits) or as_heavy(won, verdict, search)
         if over is not None:
             won.found.fate, won.found.reason = over

@@ -374,8 +374,8 @@ class Search:
 
     def _told(self, found: Tried) -> None:
         """What keeps the budget and is slower than the model itself is that, and beaten by nobody; but where the model passes a limit it may
-        be the answer. In an earlier search that may not have been known."""
-        if found.fate in ("dominated", "slower") and not found.unscored and self.objective != "memory":
+        be the answer, and so may what was no faster in its final race. In an earlier search that may not have been known."""
+        if found.fate in ("dominated", "slower", *(["no_difference"] if self.over else [])) and not found.unscored and self.objective != "memory":
             found.fate = "slower" if (found.speedup or 0.0) < 1.0 and not self.over else "dominated"
 
     def _score(self, worker: Any, found: Tried) -> None:
