@@ -285,6 +285,10 @@ def test_the_summary_says_that_it_keeps_the_limits_and_at_what_speed() -> None:
     assert "Keeps the limits at" in page.render(kept())
     nothing = msgspec.structs.replace(optimizations.nothing(), baseline=kept().baseline)
     assert report.summary(nothing, width=110, color=False).startswith("Nothing usable within the budget is shown to keep the limits\n")
+    refused = msgspec.structs.replace(nothing.candidates[0], fate="not_deployable", speedup=0.7, reason="it cannot be stored")
+    nothing = msgspec.structs.replace(nothing, candidates=[refused])
+    assert words.lost(nothing)[1] == words.became(refused), "it might have been the answer, though it is slower"
+    assert words.lost(msgspec.structs.replace(nothing, baseline=optimizations.BASELINE))[1] == ""
 
 
 @pytest.mark.parametrize(("over", "ratio", "said"), [(True, 0.8, "keeps_limits"), (True, None, "inconclusive"), (False, 0.8, "nothing_helps")])

@@ -70,7 +70,8 @@ _GROUPS = (
 _STRIPPED = "Its text was dropped by python -OO or PYTHONOPTIMIZE=2; start saturate without them to read it."
 
 _PLURALS = {
-    "numerics class": "numerics classes", "fate of an inference candidate": "fates of inference candidates", "verdict of fit": "verdicts of fit", "verdict of optimize": "verdicts of optimize",
+    "numerics class": "numerics classes", "fate of an inference candidate": "fates of inference candidates", "verdict of fit": "verdicts of fit",
+    "verdict of optimize": "verdicts of optimize",
     "size in fit": "sizes in fit", "outcome of a drill": "outcomes of a drill", "outcome of a trial": "outcomes of a trial",
     "problem of a trace": "problems of a trace",
 }

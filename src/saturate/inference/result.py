@@ -118,7 +118,8 @@ class Result:
 
     def pick(self, max_drop: float, time: str | float = PICK_S) -> Artifact:
         """The fastest candidate within another budget: stored, loaded in a fresh process, scored and raced like the
-        winner. Where the model itself passes a limit, it may be slower than the model. `time`: how long it may take ("20m", or seconds), beside storing and loading. The result itself stays as it is.
+        winner. Where the model itself passes a limit, it may be slower than the model. `time`: how long it may take ("20m", or seconds),
+        beside storing and loading. The result itself stays as it is.
 
         Raises UsageError where the search had no check or the time is none, and NothingFaster where nothing is shown to be of use within
         that budget, and EnvironmentProblem where another search works in the folder by now, or has.

@@ -88,8 +88,10 @@ def title(record: OptimizeRecord, times: str = "x", *, interval: bool = True) ->
         kind = kinds.get(best.verdict, f", within a drop of {drop(record.max_drop, record.relative)}")
         speed = words.ratio(best.speedup, best.speedup_ci if interval else None, times)
         if record.verdict == "keeps_limits":
+            if record.throughput_ratio is None:
+                return f"Keeps the limits at {speed} the speed{kind}"
             more = words.ratio(record.throughput_ratio, record.throughput_ratio_ci if interval else None, times)
-            return f"Keeps the limits at {speed} the speed{kind}" if record.throughput_ratio is None else f"Keeps the limits at {more} the samples per second{kind}"
+            return f"Keeps the limits at {more} the samples per second{kind}"
         before, after = record.baseline.peak_memory_bytes, best.peak_memory_bytes
         if record.objective == "memory" and before and after:
             return f"{before / after:.2f}{times} less memory, {speed} the speed{kind}"
@@ -294,11 +296,9 @@ def lost(record: OptimizeRecord) -> tuple[str, str]:
         for fate in FATES
         if fate != "kept" and (number := sum(one.fate == fate for one in record.candidates))
     ]
-    refused = [
-        one
-        for one in record.candidates
-        if one.fate in _LOST and (one.speedup or 0.0) > (record.best.speedup if record.best else 1.0)
-    ]
+    least = 0.0 if record.baseline.fate == "over_limit" else 1.0         # a model that passes a limit is no choice
+    least = record.best.speedup if record.best else least
+    refused = [one for one in record.candidates if one.fate in _LOST and (one.speedup or 0.0) > least]
     if not refused:
         return ", ".join(counts), ""
     first = max(refused, key=lambda one: one.speedup or 0.0)
