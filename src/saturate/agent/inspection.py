@@ -28,9 +28,9 @@ MOST_OF_THE_WORK = 0.9
 class Inspection:
     """One step under observation: which modules with trained parameters are called, outermost and in training mode.
 
-    Roots alone do not do: a LightningModule owns everything, yet its `training_step` may call its children only. Under
-    DistributedDataParallel, Lightning and Fabric put a function in place of its forward for the call, which runs `training_step`:
-    what is called inside of those two counts. Where the user compiled anything, no hook may be set (dynamo guards on hooks), and the roots are taken as they are.
+    Roots alone do not do: a LightningModule owns everything, yet its `training_step` may call its children only. Under DistributedDataParallel,
+    Lightning and Fabric put a function in place of its forward for the call, which runs `training_step`: what is called inside of those two
+    counts. Where the user compiled anything, no hook may be set (dynamo guards on hooks), and the roots are taken as they are.
     """
 
     def __init__(self, session: Any):

@@ -119,8 +119,8 @@ class Watchdog:
 
 
 def leave() -> None:
-    """End this process with the exit code that says so; a launcher ends the other ranks, or starts all again. Called by `inject/sitecustomize.py` after everything that the script
-    wanted to be called at its end."""
+    """End this process with the exit code that says so; a launcher ends the other ranks, or starts all again. Called by
+    `inject/sitecustomize.py` after everything that the script wanted to be called at its end."""
     notices.flush()
     gc.unfreeze()               # what was frozen is not listed
     for kept in gc.get_objects():

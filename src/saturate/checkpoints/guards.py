@@ -1,8 +1,8 @@
 """While a checkpoint is still being written, whatever looks at its file waits for it, and so does what could announce or outlive it.
 
-`install` replaces the functions of `os`, `builtins.open` and a few ways to start or end processes by ones that ask
-first, also where a module took them by name (`from os import replace`). An audit hook would see more callers, but cannot be removed, runs at every event of the interpreter, and there
-is no event for `os.stat`. With nothing pending the price is one look at an empty dictionary.
+`install` replaces the functions of `os`, `builtins.open` and a few ways to start or end processes by ones that ask first, also where a module
+took them by name (`from os import replace`). An audit hook would see more callers, but cannot be removed, runs at every event of the
+interpreter, and there is no event for `os.stat`. With nothing pending the price is one look at an empty dictionary.
 
     reads (open, stat, listdir...)      wait for that very file, or the files of that folder
     creations (open for writing, link)  wait for all files in the folder of the new name and below: a pointer such as

@@ -36,11 +36,11 @@ def loader(folder: str | Path, batch_size: int, size: int = 224, *, shuffle: boo
            transform: Transform | None = None) -> Loader:
     """A loader of the images that `saturate pack` wrote to `folder`; each pass over it is an epoch.
 
-    size: the shorter side is scaled to it, and the middle cut out. transform: takes the decoded images, as a DALI node of shape HWC,
-    and returns nodes of one shape in their place: augmentations. shuffle: another order in each epoch, which follows from
-    `seed`. rank, world_size: of `world_size` loaders with one seed, each gives as many images of an epoch, none twice; what cannot be
-    shared out evenly is left out, of each epoch other images if they are shuffled. device: "cuda", "cuda:1", "cpu" (default: torch's current CUDA device, if there is one).
-    threads: of the CPU's part.
+    size: the shorter side is scaled to it, and the middle cut out. transform: takes the decoded images, as a DALI node of shape HWC, and returns
+    nodes of one shape in their place: augmentations. shuffle: another order in each epoch, which follows from `seed`. rank, world_size: of
+    `world_size` loaders with one seed, each gives as many images of an epoch, none twice; what cannot be shared out evenly is left out, of each
+    epoch other images if they are shuffled. device: "cuda", "cuda:1", "cpu" (default: torch's current CUDA device, if there is one). threads: of
+    the CPU's part.
 
     Raises UsageError for a folder that is no pack of images, and EnvironmentProblem without DALI or pyarrow.
     """

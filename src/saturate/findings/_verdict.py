@@ -24,10 +24,10 @@ RESTS_ON = frozenset({"busy", "gaps"})
 def verdict(seen: Observations) -> Limit:
     """The verdict of the trace where it has one (definition: docs/analysis.md), else the same from what was observed.
 
-    A working device is limited by memory or by arithmetic, whichever class of operators has the most time. Otherwise
-    the largest wait names the limit. On a CPU, operators that have next to nothing to do are the host's calls, time outside
-    operators, the loader and reads of values stands for a late host, and the time of reads for syncs; a trace alone takes reads for work there, so what was observed comes first. What the trace
-    cannot carry is not concluded from the rest either: a device whose records were lost looks like none at all.
+    A working device is limited by memory or by arithmetic, whichever class of operators has the most time. Otherwise the largest wait names the
+    limit. On a CPU, operators that have next to nothing to do are the host's calls, time outside operators, the loader and reads of values
+    stands for a late host, and the time of reads for syncs; a trace alone takes reads for work there, so what was observed comes first. What the
+    trace cannot carry is not concluded from the rest either: a device whose records were lost looks like none at all.
     """
     if seen.integrity_blocks & RESTS_ON:
         return "unknown"

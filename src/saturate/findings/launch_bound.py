@@ -23,12 +23,11 @@ of the step in operators that are little more than their call, with less confide
 
 Not to be confused with
 -----------------------
-Gaps whose kernel was already launched: those wait on the device, and no faster launch shortens them. Waiting for
-input, which makes launches late as well. Collector pauses, compilation and waits of the host, which are taken off.
-Reads of values, which are short operators too (on a CPU: where there are at least 10 % as many reads as operators).
-Sleep, on a CPU: a loop that waits outside of its loader and of reads (`time.sleep`, a lock, a file, a socket) looks the
-same in a trace, which does not tell whether a thread was on a core. A replayed graph, whose kernels have no launches of their own. A batch that is too small: that is one way to get
-short kernels, and changing it changes the training.
+Gaps whose kernel was already launched: those wait on the device, and no faster launch shortens them. Waiting for input, which makes launches
+late as well. Collector pauses, compilation and waits of the host, which are taken off. Reads of values, which are short operators too (on a CPU:
+where there are at least 10 % as many reads as operators). Sleep, on a CPU: a loop that waits outside of its loader and of reads (`time.sleep`, a
+lock, a file, a socket) looks the same in a trace, which does not tell whether a thread was on a core. A replayed graph, whose kernels have no
+launches of their own. A batch that is too small: that is one way to get short kernels, and changing it changes the training.
 
 What helps
 ----------

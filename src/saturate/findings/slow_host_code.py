@@ -19,9 +19,9 @@ us outside operators for each of them.
 
 Not to be confused with
 -----------------------
-Many short operators (`launch-bound`). Reads of values (`host-syncs`): they empty the queue, and the host can be late
-for as long as it waited; on a CPU `tolist`, `print` and the like run outside operators themselves. Compilation, collector pauses, and waiting for input or for a slow peer, which have rules of
-their own.
+Many short operators (`launch-bound`). Reads of values (`host-syncs`): they empty the queue, and the host can be late for as long as it waited;
+on a CPU `tolist`, `print` and the like run outside operators themselves. Compilation, collector pauses, and waiting for input or for a slow
+peer, which have rules of their own.
 
 What helps
 ----------

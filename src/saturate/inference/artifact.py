@@ -64,9 +64,9 @@ def store(
     """Build the artifact `folder` from the program files that `entry` names in the folder `program`; returns its
     path.
 
-    `inputs` are batches, `outputs` what the stored candidate answered to each, in the model's own structure; the
-    first few are kept. `device`: where the program was made ("cuda:1"), if that is known better than by `facts`. An existing artifact is replaced, whole or not at all. Raises UsageError where something else
-    is in its place, and EnvironmentProblem when the disk is full.
+    `inputs` are batches, `outputs` what the stored candidate answered to each, in the model's own structure; the first few are kept. `device`:
+    where the program was made ("cuda:1"), if that is known better than by `facts`. An existing artifact is replaced, whole or not at all. Raises
+    UsageError where something else is in its place, and EnvironmentProblem when the disk is full.
     """
     import torch
 
@@ -191,11 +191,11 @@ def load(folder: str | os.PathLike[str], *, verify: bool = False, **modules: Any
     """The artifact in `folder`, ready to be called as the model was. modules: `model` and `draft` of one that generates,
     where it does not know how to build them (`generation.artifact`).
 
-    Every file must match its digest. On hardware that may change its answers it warns; `verify=True`, or
-    `Artifact.verify()`, runs it on its stored inputs and compares. Machine code for another processor is tried in another
-    process first. A program for a GPU runs on the one with the number that it was made on, whatever the current device is: a process
-    that is to use another one is started with `CUDA_VISIBLE_DEVICES`. Raises ArtifactDamaged, and EnvironmentProblem where a library or a device is missing here, where the
-    processor lacks what the program needs, or where it does not verify.
+    Every file must match its digest. On hardware that may change its answers it warns; `verify=True`, or `Artifact.verify()`, runs it on its
+    stored inputs and compares. Machine code for another processor is tried in another process first. A program for a GPU runs on the one with
+    the number that it was made on, whatever the current device is: a process that is to use another one is started with `CUDA_VISIBLE_DEVICES`.
+    Raises ArtifactDamaged, and EnvironmentProblem where a library or a device is missing here, where the processor lacks what the program needs,
+    or where it does not verify.
     """
     folder = Path(folder)
     folders.tidy(folder)

@@ -13,12 +13,12 @@ side score tests claim too much where changes are few, so the standard error is 
 (half a sample) and for skewness (Cornish and Fisher): T. Cai, "One-sided confidence intervals in discrete distributions",
 Journal of Statistical Planning and Inference 131 (2005).
 
-**Other values.** Student's t of the drops, with a share for what was not seen. Few samples with a large drop make up
-the mean drop of a damaged model, and n samples may hold none of them: then the spread that was seen is too small, or
-zero. So z^2/2 samples more (1.35 at 95 %) are counted as if each had dropped by all that a score can (`reach`); z^2/2 is by what the score interval of a proportion is centred (A. Agresti and B. Coull, The American Statistician
-52, 1998). Where no drop was seen that makes the bound 3.3/n of the range, a little more than the rule of three, and it
-follows the exact bound of a proportion as drops of that size appear. What it cannot cover: a drop larger than the reach.
-How far scores lie apart is no measure of it: those of a good model are close together, and the one that breaks is not.
+**Other values.** Student's t of the drops, with a share for what was not seen. Few samples with a large drop make up the mean drop of a damaged
+model, and n samples may hold none of them: then the spread that was seen is too small, or zero. So z^2/2 samples more (1.35 at 95 %) are counted
+as if each had dropped by all that a score can (`reach`); z^2/2 is by what the score interval of a proportion is centred (A. Agresti and B.
+Coull, The American Statistician 52, 1998). Where no drop was seen that makes the bound 3.3/n of the range, a little more than the rule of three,
+and it follows the exact bound of a proportion as drops of that size appear. What it cannot cover: a drop larger than the reach. How far scores
+lie apart is no measure of it: those of a good model are close together, and the one that breaks is not.
 
 **Relative drops** are compared with a share of the baseline's mean, which comes from the same samples and is as
 uncertain: a bound is the share at which `drop - share * baseline` is no longer excluded (E. C. Fieller, Journal of the

@@ -152,8 +152,9 @@ def screen(a: Lane, b: Lane) -> float:
 
 def race(start_a: Callable[[], Racer], start_b: Callable[[], Racer], *, limits: Limits = USUAL,
          threshold: float = 0.02, deadline_s: float = math.inf, between_sd: float = statistics.PRIOR_BETWEEN_SD) -> Race:
-    """Race two candidates in fresh pairs of processes, until decided, out of pairs, or past the deadline
-    (`time.monotonic()`), which cuts no start short: another pair begins where it starts in time if it does as those before. Whatever `start_*` or a block raises ends the race; both processes are closed."""
+    """Race two candidates in fresh pairs of processes, until decided, out of pairs, or past the deadline (`time.monotonic()`), which cuts no
+    start short: another pair begins where it starts in time if it does as those before. Whatever `start_*` or a block raises ends the race; both
+    processes are closed."""
     began = time.monotonic()
     pairs: list[list[float]] = []
     times_a: list[int] = []

@@ -193,7 +193,8 @@ def _written(path: Path, content: bytes) -> Path:
 def record_of(search: Search, lab: Lab, won: Confirmed | None = None, lossless: Confirmed | None = None, final: Race | None = None,
               versus: Race | None = None, unraced: str = "", *, notes: list[str], began: float, phases: Sequence[Phase] = (),
               complete: bool = True) -> OptimizeRecord:
-    """Everything, as a record. `began`: time.monotonic() of the call, `phases`: what the time since went into. `complete`: the search came to its end. Others: see `Ending`."""
+    """Everything, as a record. `began`: time.monotonic() of the call, `phases`: what the time since went into. `complete`: the search came to
+    its end. Others: see `Ending`."""
     facts, budget = lab.facts, lab.budget
     assert facts is not None and search.baseline is not None
     baseline = search.baseline.record()

@@ -4,7 +4,8 @@ Every candidate is one process that lives for its trial: it is prepared, proved 
 outputs, timed against the frozen and thawed baseline, and scored where it changes numbers. What fails costs one row with
 a reason. What misses the accuracy budget is repaired, layer by layer, as long as it stays faster than the best.
 
-What is close to the best runs beside it once more (`play_off`). Nothing here claims anything: a winner is deployed, raced and confirmed on other samples by `confirm`.
+What is close to the best runs beside it once more (`play_off`). Nothing here claims anything: a winner is deployed, raced and confirmed on other
+samples by `confirm`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A candidate's process: loads the user's model and inputs, applies the techniques, serves calls, times itself.
 
-`process.Worker` starts it as a fresh interpreter with the user's `sys.path`, and is the other end of its socket. One
-request at a time, answered in order: ("ok", value), ("raised", kind, reason, traceback), or the same with "ended": then the
-process takes no more requests. What the model prints goes to the log. Calls run in inference mode, unless the model differentiates by itself; the module is in evaluation mode, unless it came in evaluation mode with
-parts of it in training mode: that was done on purpose.
+`process.Worker` starts it as a fresh interpreter with the user's `sys.path`, and is the other end of its socket. One request at a time, answered
+in order: ("ok", value), ("raised", kind, reason, traceback), or the same with "ended": then the process takes no more requests. What the model
+prints goes to the log. Calls run in inference mode, unless the model differentiates by itself; the module is in evaluation mode, unless it came
+in evaluation mode with parts of it in training mode: that was done on purpose.
 """
 
 from __future__ import annotations

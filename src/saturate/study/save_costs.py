@@ -78,7 +78,8 @@ class Recovery:
 
 
 def measure(request: Request, resume_args: list[str] | None, say: Callable[[str], None]) -> SaveCosts:
-    """Run the command three times; what to resume it with is read from its source where `resume_args` is None. Raises UsageError where it saves nothing in time, and SaturateError where it fails by itself."""
+    """Run the command three times; what to resume it with is read from its source where `resume_args` is None. Raises UsageError where it saves
+    nothing in time, and SaturateError where it fails by itself."""
     with once.run_folder(request.directory, "save costs", request.argv, str(request.cwd)) as folder, once.study_file(folder) as store:
         return _Work(request, resume_args, folder, store, say).done()
 

@@ -191,12 +191,12 @@ def _begin_late(context: Any, given: Given, over: Any, say: Callable[[str], None
 
 def _keep_passes(context: Any, ours: Callable[[Any], bool], given: Given, over: Any, lost: Callable[[Any], str],
                  say: Callable[[str], None]) -> None:
-    """What workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one that is not over,
-    as `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. A file that was opened since the loader
-    was built would be shared by all of them, and a generator that was made since copied. A dataset that reads a loader of its own takes
-    it along into a worker, which can have none. They go on with their own random numbers where the script seeds anew: with another
-    seed, or with the same one, so that what a pass begins from is what the pass before began from. And a loader that is kept but never passed over again, as those of evaluations are by
-    some frameworks, would keep its workers: those of one that was passed over once end when another one begins."""
+    """What workers change without a word. A loader with persistent ones has one iterator: a second pass inside of one that is not over, as
+    `zip(loader, loader)`, would take its batches. They keep the dataset of the first epoch. A file that was opened since the loader was built
+    would be shared by all of them, and a generator that was made since copied. A dataset that reads a loader of its own takes it along into a
+    worker, which can have none. They go on with their own random numbers where the script seeds anew: with another seed, or with the same one,
+    so that what a pass begins from is what the pass before began from. And a loader that is kept but never passed over again, as those of
+    evaluations are by some frameworks, would keep its workers: those of one that was passed over once end when another one begins."""
     kind = context.torch.utils.data.DataLoader
     original = kind.__iter__
     seen: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()     # by loader, as its workers began

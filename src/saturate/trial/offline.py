@@ -12,8 +12,9 @@ def environment_offline(run_dir: Path, environ: Mapping[str, str]) -> dict[str, 
     """Set for every trial. What a tracker still writes goes to `run_dir/trackers`. Values that a script passes as
     arguments are dealt with by `agent/trackers.py`, and what would change the Hugging Face Hub by `agent/hubs.py`.
 
-    A tracker that the user switched off in `environ` stays off, and one that keeps its runs on this machine goes on there: the
-    isolation covers that, and a script may look for what it wrote before. Hugging Face downloads stay possible: a first trial may have to fetch what the user's own run would fetch.
+    A tracker that the user switched off in `environ` stays off, and one that keeps its runs on this machine goes on there: the isolation covers
+    that, and a script may look for what it wrote before. Hugging Face downloads stay possible: a first trial may have to fetch what the user's
+    own run would fetch.
     """
     folder = run_dir / "trackers"
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,9 @@
 
     python -I -S supervise.py SPEC.json     (started by `supervised`; the file is deleted once it is read)
 
-It adopts every orphan of the trial (child subreaper), so daemons stay in the tree. Its standard input is a pipe from the
-controller: end of file means that the controller is gone, by whatever signal, and the whole tree is killed. So does a byte: a
-fork of the controller may hold the pipe open. The workload's output goes to a log whose middle is dropped when it grows, so a script that prints gigabytes fills no disk.
+It adopts every orphan of the trial (child subreaper), so daemons stay in the tree. Its standard input is a pipe from the controller: end of file
+means that the controller is gone, by whatever signal, and the whole tree is killed. So does a byte: a fork of the controller may hold the pipe
+open. The workload's output goes to a log whose middle is dropped when it grows, so a script that prints gigabytes fills no disk.
 
 Standard library only. It writes one JSON line to its standard output when the workload has ended; in it, `left` is
 how many processes of the tree still ran then, and `out_of_memory` how many processes of this machine the kernel killed for

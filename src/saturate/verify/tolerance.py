@@ -141,11 +141,11 @@ def tolerance(
 ) -> Tolerance:
     """What a candidate may deviate from `baseline`, per update.
 
-    `aa` are unchanged repetitions; `twins` were perturbed after update 1, by `rounding` (relative; 2^-9 for bf16,
-    2^-12 for fp16, 2^-11 for TF32; for a change of summation order that of the coarsest format that the baseline computes in, which
-    it is where none is given: 2^-24 in float32, in float64 2^-53). Floors, for the first acting update (they grow with the square root of the updates, as independent errors
-    do); their constants are those of float32, and shrink with the rounding of a baseline in float64, that of the angle with its
-    square root (of which it is made: below 1e-8 rad a cosine says nothing):
+    `aa` are unchanged repetitions; `twins` were perturbed after update 1, by `rounding` (relative; 2^-9 for bf16, 2^-12 for fp16, 2^-11 for
+    TF32; for a change of summation order that of the coarsest format that the baseline computes in, which it is where none is given: 2^-24 in
+    float32, in float64 2^-53). Floors, for the first acting update (they grow with the square root of the updates, as independent errors do);
+    their constants are those of float32, and shrink with the rounding of a baseline in float64, that of the angle with its square root (of which
+    it is made: below 1e-8 rad a cosine says nothing):
 
     loss        the rounding, at least 1e-5, of the loss (of a tenth of its median, once it is nearly zero); where the loss itself
                 is in a format of 16 bits, one unit of it
@@ -281,8 +281,9 @@ def unrepeatable(baseline: Series, repetition: Series) -> str | None:
 def _starts_otherwise(baseline: Series, repetition: Series) -> bool:
     """Whether the first updates differ by more than rounding explains, before anything could amplify it.
 
-    The losses of two random batches come near each other by chance, so all numbers of both updates are looked at. A search within a step (LBFGS) amplifies already in the first.
-    Where the first update that a technique acts in might turn by a radian (see `SEPARATED`), none would be compared.
+    The losses of two random batches come near each other by chance, so all numbers of both updates are looked at. A search within a step (LBFGS)
+    amplifies already in the first. Where the first update that a technique acts in might turn by a radian (see `SEPARATED`), none would be
+    compared.
     """
     found = deviation(baseline, repetition)
     updates = range(1 if baseline.searches else FIRST_ACTING)

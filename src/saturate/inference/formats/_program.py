@@ -255,8 +255,9 @@ def callable_of(torch: Any, signature: dict[str, Any], device: str, run: Callabl
     its buffers. `quiet`: `run` records no gradients whatever the mode is, so the mode need not be switched. `answered`: how
     many tensors `run` returns; None: not known before the first call.
 
-    The function raises TypeError for another structure or number type and for sparse tensors, OtherSizes (a ValueError) for sizes that it was not
-    made for, and on a CPU IndexError for numbers that a table has no row for, as the model does. Raises KeyError when the signature is incomplete, ValueError where it is no signature of this program.
+    The function raises TypeError for another structure or number type and for sparse tensors, OtherSizes (a ValueError) for sizes that it was
+    not made for, and on a CPU IndexError for numbers that a table has no row for, as the model does. Raises KeyError when the signature is
+    incomplete, ValueError where it is no signature of this program.
     """
     inputs, outputs, parameters = signature["inputs"], signature["outputs"], signature["parameters"]
     expected = [(getattr(torch, one["dtype"]), list(one["shape"])) for one in signature["tensors"]]

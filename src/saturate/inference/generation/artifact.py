@@ -137,8 +137,8 @@ class Program:
 
 
 def program(torch: Any, folder: Path, settings: dict[str, Any], model: Any = None, draft: Any = None, inference: bool = False) -> Program:
-    """What `store` left. model, draft: instances of the classes that it names, where those are not of transformers;
-    their weights are replaced. inference: see `recipe.Given`. Models of a GPU go to the current one: built, they are on the CPU. Raises UsageError without them,
+    """What `store` left. model, draft: instances of the classes that it names, where those are not of transformers; their weights are replaced.
+    inference: see `recipe.Given`. Models of a GPU go to the current one: built, they are on the CPU. Raises UsageError without them,
     ArtifactDamaged where the weights are not theirs."""
     known, instances = settings["architectures"], {"model": unwrapped(torch, model), "draft": unwrapped(torch, draft)}
     loaded = {name: _filled(torch, folder, name, known[name], instances[name]) for name in _FILES if name in known}

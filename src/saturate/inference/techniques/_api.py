@@ -5,11 +5,11 @@ A candidate is a list of techniques. In the candidate's own process they are app
 process that searches, `eligible`, `variants` and `as_code` are called. A technique imports nothing but the standard
 library and saturate at its top; torch comes from `context.torch`, everything else is imported where it is used.
 
-A technique module holds, in this order: a docstring with the headings of `saturate.techniques._api.HEADINGS`;
-`TECHNIQUE`; where preparing takes long, `PREPARE_S`: the seconds for a small model, a prior for the order of trials; of a
-runtime that compiles what other techniques put between the operators, `COMPILES = True`; of a number format that takes the model as a
-whole, so that no layer can stay in its own precision (`Context.keep`), `WHOLE = True`; a frozen dataclass `Options` whose fields all have defaults of type bool, int, float or str; and the functions of
-`InferenceTechnique`. No technique names another: what cannot go together claims the same resource.
+A technique module holds, in this order: a docstring with the headings of `saturate.techniques._api.HEADINGS`; `TECHNIQUE`; where preparing takes
+long, `PREPARE_S`: the seconds for a small model, a prior for the order of trials; of a runtime that compiles what other techniques put between
+the operators, `COMPILES = True`; of a number format that takes the model as a whole, so that no layer can stay in its own precision
+(`Context.keep`), `WHOLE = True`; a frozen dataclass `Options` whose fields all have defaults of type bool, int, float or str; and the functions
+of `InferenceTechnique`. No technique names another: what cannot go together claims the same resource.
 """
 
 from __future__ import annotations
