@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from saturate.cli._options import duration, must_exist, step, words
+from saturate.cli._options import add_trial_options, duration, must_exist, words
 from saturate.cli._output import paint, show_json, span, table
 from saturate.cli._running import Progress, one_signal_interrupts, show_log
 from saturate.errors import SaturateError, UsageError
@@ -29,7 +29,8 @@ _UNITS_S = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--save-cost", type=seconds, metavar="TIME", help="training time that a save costs (default: measured, from the command or from the store)")
+    parser.add_argument("--save-cost", type=seconds, metavar="TIME",
+                        help="training time that a save costs (default: measured, from the command or from the store)")
     parser.add_argument("--restart-cost", type=seconds, metavar="TIME", help="from a failure until training goes on (default: measured, with a command)")
     parser.add_argument("--mtbf", type=seconds, metavar="TIME", help="mean time between failures of one node, such as 30d")
     parser.add_argument("--nodes", type=_positive, default=1, metavar="N", help="nodes that the job runs on (default: 1)")
@@ -39,9 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume-args", type=words, metavar="ARGS",
                         help="what to add to the command when it is started again (default: what its source suggests)")
     parser.add_argument("--budget", type=duration, default=300.0, metavar="TIME", help="how long the command may be watched (default: 5m)")
-    parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="how long the command may be silent before it counts as hung (default: 5m)")
-    parser.add_argument("--step", type=step, metavar="WHAT", help="what ends a step, if saturate finds the wrong one: backward:4, optimizer:1")
-    parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
+    add_trial_options(parser)
 
 
 def seconds(text: str) -> float:

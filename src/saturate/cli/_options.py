@@ -17,10 +17,16 @@ LONGEST_S = 1e9
 
 def add_study_options(parser: argparse.ArgumentParser) -> None:
     """--step, --timeout, --dir and --json."""
-    parser.add_argument("--step", type=step, metavar="WHAT", help="what ends a step, if saturate finds the wrong one: backward:4, optimizer:1")
-    parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME", help="how long the command may be silent before it counts as hung (default: 5m)")
-    parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
+    add_trial_options(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on standard output")
+
+
+def add_trial_options(parser: argparse.ArgumentParser) -> None:
+    """--step, --timeout and --dir."""
+    parser.add_argument("--step", type=step, metavar="WHAT", help="what ends a step, if saturate finds the wrong one: backward:4, optimizer:1")
+    parser.add_argument("--timeout", type=duration, default=300.0, metavar="TIME",
+                        help="how long the command may be silent before it counts as hung (default: 5m)")
+    parser.add_argument("--dir", type=Path, default=Path(".saturate"), metavar="PATH", help="the study folder (default: .saturate)")
 
 
 def must_exist(command: list[str]) -> None:
