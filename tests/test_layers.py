@@ -16,7 +16,7 @@ ROOMS = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name 
 MAY_IMPORT = {
     "cli": ROOMS - {"agent"},
     "study": {"trial", "measure", "verify", "techniques", "findings", "trace", "machine", "records", "report", "checkpoints", "data"},
-    "trial": {"records", "machine.fingerprint", "machine.redaction"},
+    "trial": {"records", "machine.commands", "machine.redaction"},
     "agent": {"techniques", "checkpoints", "data", "measure.placement", "records.addresses", "records.facts", "trace._arguments", "trace._matrix_costs"},
     "techniques": {"checkpoints", "data", "records.facts"},
     "checkpoints": {"records.sizes"},

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from saturate.machine import fingerprint
+from saturate.machine import commands, fingerprint
 from saturate.records.facts import Facts, MachineFacts
 from saturate.records.recipe import MadeFor
 
@@ -71,7 +71,7 @@ def project(tmp_path, monkeypatch):
     ("python a\0b", None),
 ])
 def test_the_script_of_a_command(project, command, expected):
-    found = fingerprint.script_of(command.split(" "), project)
+    found = commands.script_of(command.split(" "), project)
     assert found == (project / expected if expected else None)
 
 
@@ -83,11 +83,11 @@ def test_the_script_of_a_command(project, command, expected):
 ])
 def test_the_words_behind_the_script(project, command, own):
     words = command.split(" ")
-    assert fingerprint.arguments_of(words, project) == words[len(words) - own:]
+    assert commands.arguments_of(words, project) == words[len(words) - own:]
 
 
 def test_an_empty_command_has_no_script(project):
-    assert fingerprint.script_of([], project) is None and fingerprint.arguments_of([], project) == []
+    assert commands.script_of([], project) is None and commands.arguments_of([], project) == []
 
 
 def test_fingerprint(project):

@@ -67,9 +67,9 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _restarts(command: list[str]) -> int:
     """How often the launcher in front of the script starts all ranks again when one fails, as far as the command line says."""
-    from saturate.machine import fingerprint
+    from saturate.machine import commands
 
-    in_front = command[:len(command) - len(fingerprint.arguments_of(command))]
+    in_front = command[:len(command) - len(commands.arguments_of(command))]
     for place, word in enumerate(in_front):
         name, _, value = word.partition("=")
         if name.replace("_", "-") == "--max-restarts":

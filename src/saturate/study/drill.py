@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from saturate.checkpoints import durable
-from saturate.machine.fingerprint import script_of
+from saturate.machine.commands import script_of
 from saturate.records.command_line import joined, quoted
 from saturate.records.drill import Drill, DrillResult, Saved
 from saturate.records.encoding import encoded

@@ -15,7 +15,7 @@ import msgspec
 
 from saturate.checkpoints import durable
 from saturate.machine import gpus
-from saturate.machine.fingerprint import script_of
+from saturate.machine.commands import script_of
 from saturate.measure import memory_model
 from saturate.measure.memory_growth import Growth
 from saturate.records import sizes

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from saturate.errors import UsageError
-from saturate.machine.fingerprint import arguments_of
+from saturate.machine.commands import arguments_of
 from saturate.study.fit_process import Process, Window
 from saturate.study.fit_search import Search
 from saturate.study.fit_state import Refused

@@ -23,7 +23,7 @@ import msgspec
 from saturate.checkpoints import shards
 from saturate.checkpoints.costs import TRIED
 from saturate.errors import UsageError
-from saturate.machine.fingerprint import script_of
+from saturate.machine.commands import script_of
 from saturate.records.checkpoint import SaveCosts, SaveWay
 from saturate.records.facts import Facts
 from saturate.study import baseline, ending, once

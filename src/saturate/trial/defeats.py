@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from saturate.machine import fingerprint
+from saturate.machine import commands
 from saturate.trial.launch import CARRIERS, defeated_by, is_python, of_env, taken_by_env
 
 #: Characters of a shell script that are looked at.
@@ -87,13 +87,13 @@ def in_script(argv: list[str], cwd: str | os.PathLike[str] = ".") -> Iterator[st
     """What keeps the agent out in the script that the command names, or in the text that it gives to a shell; nothing is in sight where
     this is empty."""
     names = [os.path.basename(word) for word in argv]
-    shell = next((at for at, name in enumerate(names) if name in fingerprint.SHELLS), None)
+    shell = next((at for at, name in enumerate(names) if name in commands.SHELLS), None)
     if shell is not None and not any(map(is_python, names[:shell])):
-        is_command, operands = fingerprint.shell_operands(argv[shell + 1:])
+        is_command, operands = commands.shell_operands(argv[shell + 1:])
         if is_command:
             yield from _told(operands[0] if operands else "", f"the command given to {names[shell]}")
             return
-    script = fingerprint.script_of(argv, cwd)
+    script = commands.script_of(argv, cwd)
     if script is None:
         return
     try:
@@ -102,10 +102,10 @@ def in_script(argv: list[str], cwd: str | os.PathLike[str] = ".") -> Iterator[st
     except OSError:
         return                  # the shell will say so
     in_front = set(names[:names.index(script.name)] if script.name in names else names)
-    if in_front & fingerprint.SHELLS or re.match(r"#!.*[/ ](ba|da|z|k)?sh\b", text):
+    if in_front & commands.SHELLS or re.match(r"#!.*[/ ](ba|da|z|k)?sh\b", text):
         yield from _told(text, str(script))
     option = in_first_line(text)
-    if option is not None and not in_front & fingerprint.LAUNCHERS and not any(map(is_python, in_front)):
+    if option is not None and not in_front & commands.LAUNCHERS and not any(map(is_python, in_front)):
         yield f"the first line of {script} starts `python {option}`, which ignores PYTHONPATH"
 
 
