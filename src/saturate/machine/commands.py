@@ -22,6 +22,11 @@ _WRAPPERS = {
 }
 
 
+def is_python(word: str = "") -> bool:
+    """Whether it names an interpreter, with or without a path."""
+    return _PYTHON.fullmatch(os.path.basename(word)) is not None
+
+
 def script_of(argv: Sequence[str], cwd: str | os.PathLike[str] = ".") -> Path | None:
     """The file that holds the training, as an existing path, or None.
 
@@ -46,7 +51,7 @@ def _parted(argv: Sequence[str], folder: Path) -> _Parted:
         return None, []
     name = os.path.basename(argv[0])
     rest = list(argv[1:])
-    if _PYTHON.fullmatch(name):
+    if is_python(name):
         return _of_python(rest, folder)
     if name in LAUNCHERS:
         return _of_launcher(rest, folder)
@@ -132,8 +137,7 @@ def _of_wrapper(arguments: list[str], folder: Path) -> _Parted:
 
 
 def _starts_program(word: str) -> bool:
-    name = os.path.basename(word)
-    return bool(_PYTHON.fullmatch(name)) or name in LAUNCHERS | SHELLS | _WRAPPERS
+    return is_python(word) or os.path.basename(word) in LAUNCHERS | SHELLS | _WRAPPERS
 
 
 def _of_module(name: str, folder: Path) -> Path | None:

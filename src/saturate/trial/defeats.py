@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from saturate.machine import commands
-from saturate.trial.launch import CARRIERS, defeated_by, is_python, of_env, taken_by_env
+from saturate.machine.commands import is_python
+from saturate.trial.launch import CARRIERS, defeated_by, of_env, taken_by_env
 
 #: Characters of a shell script that are looked at.
 _LONGEST_SCRIPT = 1 << 20

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from saturate.machine.commands import is_python
 
 PACKAGE = Path(__file__).resolve().parent.parent
 INJECT = PACKAGE / "agent" / "inject"
@@ -33,9 +34,6 @@ class Chosen:
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
-
-#: The name of an interpreter, as `machine.fingerprint` knows it.
-_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?t?(\.exe)?")
 
 #: Those whose -m names the module to start.
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -177,10 +175,6 @@ def carried(argv: list[str], environment: Mapping[str, str], techniques: list[Ch
         again["PYTHONPATH"] = str(again["PYTHONPATH"]).split(os.pathsep)[0]      # ours; the user asked to be rid of the rest
     behind = carried(argv[position:], environment, techniques, more)        # there may be another one
     return [*argv[:position], *(f"{name}={value}" for name, value in again.items()), *behind]
-
-
-def is_python(word: str = "") -> bool:
-    return _PYTHON.fullmatch(Path(word).name) is not None
 
 
 def begins_script(argv: list[str], place: int) -> bool:
