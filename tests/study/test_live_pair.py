@@ -84,6 +84,15 @@ def test_both_start_before_either_is_waited_for(bench: Bench) -> None:
     assert [trial["outcome"] for trial in bench.store.trials()] == ["ok", "ok"]
 
 
+@pytest.mark.parametrize("crowded", [False, True])
+def test_it_is_noted_what_started_beside_one_that_wants_the_same_cores(bench: Bench, crowded: bool) -> None:
+    bench.pace = Pace(0.001, 9.0, crowded)
+    for live in bench.live_pair("a", (), "b", ()):
+        bench.finish_live(live)
+    bench.finish_live(bench.live("c", ()))
+    assert [trial["beside"] for trial in bench.store.trials()] == [crowded, crowded, False]
+
+
 def test_what_times_its_own_start_starts_alone(bench: Bench) -> None:
     done = watched(bench)
     alone = SimpleNamespace(module=SimpleNamespace(TECHNIQUE=SimpleNamespace(starts_alone=True)))

@@ -129,16 +129,36 @@ def test_a_recipe_has_paid_for_its_start_by_the_middle_of_several_starts():
     assert starts.why_no_break_even(found, None) == words.NEVER, "as fast as the baseline is not faster"
 
 
+def of_compile(trials):
+    return starts.comparable(SimpleNamespace(store=SimpleNamespace(trials=lambda: trials)), (SimpleNamespace(label=lambda: "compile"),))
+
+
+def beside(*arguments):
+    return {**started(*arguments), "beside": True}
+
+
+def test_a_start_beside_another_is_not_compared_with_one_alone():
+    """Two trainings that both want all cores took 8.7 s to start at once, 2.5 s alone: a recipe was said to start faster than the baseline."""
+    plain, tuned = [started([], 2.6, 0.0), beside([], 8.7, 0.0)], [started(["compile"], 3.0, 0.0), beside(["compile"], 9.3, 0.0)]
+    assert of_compile([*plain, *tuned]) == (plain[:1], tuned[:1])
+    assert of_compile([*plain, tuned[1]]) == (plain[1:], tuned[1:])
+    assert of_compile([plain[0], tuned[1]]) == (plain[:1], tuned[1:]), "nothing else is known"
+    found = study()
+    found.final, found.search.kept = SimpleNamespace(a_ms=11.0, b_ms=10.0), (SimpleNamespace(label=lambda: "compile"),)
+    found.store = SimpleNamespace(trials=lambda: [*plain, tuned[0]])
+    assert starts.break_even(found) == 400, "0.4 s of start, 1 ms a step"
+
+
 def test_what_comes_before_the_steady_state_is_told_beside_it():
     """Of the very set: other sets start otherwise. Compiling is paid with cold caches once, so its longest counts."""
     trials = [started([], 3.0, 0.0), started([], 5.0, 0.0), {**started([], None, None), "startup_s": None},
               {**started(["compile"], 8.0, 1.0, 20.0), "recompiles": 2}, started(["compile"], 10.0, 1.0, 4.0), started(["compile", "tf32"], 99.0, 1.0)]
-    found = SimpleNamespace(store=SimpleNamespace(trials=lambda: trials))
-    plain, tuned = starts.step_time(found, 60.0, ()), starts.step_time(found, 50.0, (SimpleNamespace(label=lambda: "compile"),))
+    plain, tuned = of_compile(trials)
+    plain, tuned = starts.step_time(60.0, plain), starts.step_time(50.0, tuned)
     assert plain == StepTime(60.0, startup_s=4.0, warmup_s=1000.0) and words.start(plain) == "start-up 4.0 s, warm-up 16 min 40 s"
     assert tuned == StepTime(50.0, startup_s=9.0, warmup_s=1000.0, compile_s=20.0, recompiles=2)
     assert words.start(tuned).endswith("compiling (in these, with cold caches) 20 s, 2 recompilations")
-    nothing = starts.step_time(SimpleNamespace(store=SimpleNamespace(trials=list)), None, ())
+    nothing = starts.step_time(None, [])
     assert nothing == StepTime() and words.start(nothing) == ""
 
 

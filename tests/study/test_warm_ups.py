@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from saturate.study.bench import Bench
+from saturate.study.live import Cold
 from saturate.study.race_blocks import other_work
 from saturate.study.store import Store
 from saturate.trial.process import Block, TrialEnded, Workload
@@ -51,7 +52,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def warm(bench: Bench, techniques: Any = (), ms: Callable[[int], float] = lambda n: 30.0, backwards: Callable[[int], int] = lambda n: 1) -> Any:
-    return bench._warm(Trial(bench.folder, ms, backwards), techniques, {}, "x")     # type: ignore[arg-type]
+    return bench._warm(Cold("x", Trial(bench.folder, ms, backwards), techniques, {}))     # type: ignore[arg-type]
 
 
 def test_a_warm_up_costs_what_its_steps_took_longer(bench):

@@ -117,6 +117,7 @@ class TrialRecord(msgspec.Struct, frozen=True, kw_only=True):
     settling_s: float | None = None             # what of that a stationary step would not have taken; None: it never was
     compile_s: float | None = None
     recompiles: int | None = None
+    beside: bool = False                        # another one, which wanted the same cores, started at the same time: that may take many times as long
     steps: int = 0
     peak_bytes: int | None = None               # of the device's allocator, on a CPU resident; None: not measured
 

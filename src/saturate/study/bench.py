@@ -198,7 +198,7 @@ class Bench:
         except TrialEnded:
             self.finish(trial, techniques)
             raise
-        return Cold(purpose, trial, techniques, hello)
+        return Cold(purpose, trial, techniques, hello, beside=started is not None and self.pace is not None and self.pace.crowded)
 
     def live_pair(self, purpose_a: str, a: Set, purpose_b: str, b: Set) -> tuple[Live, Live]:
         """Two trials, warm and frozen. They start side by side where that is sooner, for nothing of a start is compared, and warm
@@ -238,7 +238,7 @@ class Bench:
         """Run a trial until its steps are steady; frozen then. Raises TrialEnded."""
         try:
             cold.trial.thaw()
-            return self._warm(cold.trial, cold.techniques, cold.hello, cold.purpose)
+            return self._warm(cold)
         except TrialEnded:
             self.finish(cold.trial, cold.techniques)
             raise
@@ -265,8 +265,9 @@ class Bench:
                     outcome = "not_applied" if kind == "not_applied" else "failed_to_apply"
                     raise trial.end(Outcome(outcome, f"{applied['id']}{where}: {reason.strip().splitlines()[0]}"))
 
-    def _warm(self, trial: Trial, techniques: Set, hello: dict[str, Any], purpose: str) -> Live:
+    def _warm(self, cold: Cold) -> Live:
         """Run until the step time is stationary, however many steps that takes."""
+        trial, techniques, hello = cold.trial, cold.techniques, cold.hello
         began = time.monotonic()
         steps: list[int] = []
         windows: list[Window] = []
@@ -294,10 +295,10 @@ class Bench:
         first = settled if settled is not None else len(steps) // 2
         step_ms = stationary.typical_ms(steps[first:])
         record = TrialRecord(
-            id=trial.spec.id, purpose=purpose, techniques=[c.label() for c in techniques], outcome="ok",
+            id=trial.spec.id, purpose=cold.purpose, techniques=[c.label() for c in techniques], outcome="ok",
             log=str(trial.log.relative_to(self.folder)), startup_s=startup_s, warmup_s=sum(steps[:first]) / 1e9,
             settling_s=sum(steps[:first]) / 1e9 - first * step_ms / 1e3 if settled is not None else None,
-            compile_s=evidence.compile_s or None, recompiles=evidence.recompiles or None, steps=trial.steps,
+            compile_s=evidence.compile_s or None, recompiles=evidence.recompiles or None, beside=cold.beside, steps=trial.steps,
         )
         return Live(trial, techniques, hello, evidence, startup_s, sum(steps[:first]) / 1e9,
                     step_ms, settled is not None, {token: rate(windows, token) for token in windows[-1][1]}, record, too_long)

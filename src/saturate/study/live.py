@@ -40,6 +40,7 @@ class Cold:
     trial: Trial
     techniques: Set
     hello: dict[str, Any]
+    beside: bool = False            # another one, which wanted the same cores, started at the same time
 
 
 @dataclass

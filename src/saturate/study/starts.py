@@ -12,11 +12,24 @@ from saturate.report import words
 from saturate.study.candidates import Set
 from saturate.study.state import Study
 
+Trials = list[dict[str, Any]]
 
-def step_time(study: Study, step_ms: float | None, techniques: Set) -> StepTime:
-    """A steady state with what came before it, by the trials of this very set."""
+
+def comparable(study: Study, techniques: Set) -> tuple[Trials, Trials]:
+    """The timed starts of the baseline, and of this very set. Two trainings that start at once on the same cores take many times as long
+    as one, so what started alone is compared with what did, where both have such a start, or else what started beside another."""
     labels = {candidate.label() for candidate in techniques}
-    trials = [trial for trial in study.store.trials() if trial["startup_s"] is not None and set(trial["techniques"]) == labels]
+    timed = [trial for trial in study.store.trials() if trial["startup_s"] is not None]
+    both = [trial for trial in timed if not trial["techniques"]], [trial for trial in timed if set(trial["techniques"]) == labels]
+    for beside in (False, True):
+        plain, tuned = ([trial for trial in trials if trial.get("beside", False) is beside] for trials in both)
+        if plain and tuned:
+            return plain, tuned
+    return both
+
+
+def step_time(step_ms: float | None, trials: Trials) -> StepTime:
+    """A steady state with what came before it in these trials."""
 
     def each(name: str) -> list[Any]:
         return [trial[name] for trial in trials if trial.get(name) is not None]
@@ -63,15 +76,14 @@ def _extra_start_s(study: Study, settling_s: Callable[[dict[str, Any]], float | 
     """How much longer the final set starts than the baseline; None where that is not known. `settling_s`: of a trial of it, what its
     warm-up took longer than its steps take; None: not known."""
     assert study.search is not None
+    plain, tuned = comparable(study, study.search.kept)
     labels = {c.label() for c in study.search.kept}
-    trials = [t for t in study.store.trials() if t["startup_s"] is not None]
-    plain = [t["startup_s"] + t["settling_s"] for t in trials if not t["techniques"] and t.get("settling_s") is not None]
-    of_set = [t for t in trials if t["techniques"] and set(t["techniques"]) <= labels]
-    warm = [t["startup_s"] + settling - (t["compile_s"] or 0.0) for t in of_set
-            if set(t["techniques"]) == labels and (settling := settling_s(t)) is not None]
-    if not plain or not warm:
+    of_set = [t for t in study.store.trials() if t["startup_s"] is not None and t["techniques"] and set(t["techniques"]) <= labels]
+    cold = [t["startup_s"] + t["settling_s"] for t in plain if t.get("settling_s") is not None]
+    warm = [t["startup_s"] + settling - (t["compile_s"] or 0.0) for t in tuned if (settling := settling_s(t)) is not None]
+    if not cold or not warm:
         return None
-    return median(warm) + max(t["compile_s"] or 0.0 for t in of_set) - median(plain)
+    return median(warm) + max(t["compile_s"] or 0.0 for t in of_set) - median(cold)
 
 
 def _settling_at_least_s(trial: dict[str, Any], step_ms: float) -> float | None:

@@ -76,11 +76,12 @@ def result_of(study: Study) -> TuneResult:
     peaks = Peaks(study.store, study.request.limit_bytes)
     verified, verified_reason = _verified(study)
     break_even = starts.break_even(study)
+    plain, tuned = starts.comparable(study, kept)
     return TuneResult(
         run=study.folder.name,
         command=study.request.argv,
-        baseline=starts.step_time(study, baseline_ms, ()),
-        tuned=starts.step_time(study, final.b_ms if final else _probed_ms(study, kept) if kept else baseline_ms, kept),
+        baseline=starts.step_time(baseline_ms, plain),
+        tuned=starts.step_time(final.b_ms if final else _probed_ms(study, kept) if kept else baseline_ms, tuned),
         speedup=estimate.speedup if estimate else (1.0 if baseline_ms and not kept and not study.refusal and not study.error else None),
         speedup_ci=estimate.speedup_ci if estimate else None,
         verdict=_verdict(study),
