@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 import types
 import weakref
 from pathlib import Path
@@ -531,6 +532,76 @@ def test_a_batch_is_never_partly_from_the_cache(root, on, monkeypatch):
     asked.clear()
     list(torch.utils.data.DataLoader(dataset, batch_size=4, sampler=[0, 2, 4, 5]))
     assert asked == [] and counts(context) == (6, 4)
+
+
+@pytest.mark.parametrize("kind", [tuple, iter, numpy.array, torch.tensor])
+@pytest.mark.parametrize("make", [cases.Files, cases.ByBatch])
+def test_a_sampler_may_hand_out_batches_of_any_kind(root, on, make, kind):
+    """What is read once only, or has no truth of its own, as arrays have."""
+
+    class Batches:
+        def __iter__(self):
+            return (kind(range(start, start + 4)) for start in range(0, 16, 4))
+
+    plain = epochs(make(root), batch_size=1, shuffle=False, batch_sampler=Batches())
+    on()
+    assert epochs(make(root), batch_size=1, shuffle=False, batch_sampler=Batches()) == plain
+
+
+class Readable(cases.ByBatch):
+    """Leaves out what cannot be read."""
+
+    def __getitems__(self, indices):
+        return super().__getitems__([index for index in indices if os.path.exists(self.paths[index])])
+
+
+def test_a_dataset_that_leaves_samples_of_a_batch_out(root, on, capfd):
+    def batches():
+        dataset = Readable(root)
+        found = iter(torch.utils.data.DataLoader(dataset, batch_sampler=[[0, 1, 2], [3, 13], [13, 4, 5], [6, 7]]))
+        first = next(found)
+        os.rename(dataset.paths[13], root.parent / "gone")
+        try:
+            return cache_codec.encode([first, *found])
+        finally:
+            os.rename(root.parent / "gone", dataset.paths[13])
+
+    plain = batches()
+    on()
+    assert batches() == plain
+    assert "depends on the batch that it is fetched in" in capfd.readouterr().err
+
+
+class Awaited(cases.Files):
+    """While item 5 is made by a thread, that waits."""
+
+    def __getitem__(self, index):
+        thread = threading.current_thread()
+        if index == 5 and hasattr(thread, "drawn"):
+            thread.asked.set()
+            assert thread.drawn.wait(60)
+        return super().__getitem__(index)
+
+
+def test_what_the_training_draws_while_a_thread_of_the_script_reads_ahead_is_its_own(root, on, capfd):
+    """As prefetching loaders in scripts do. It was taken for what items draw, and taken back: the same dropout twice."""
+
+    def drawn():
+        seed()
+        batches = iter(torch.utils.data.DataLoader(Awaited(root), batch_size=4))
+        reading = threading.Thread(target=lambda: list(batches))
+        reading.asked, reading.drawn = threading.Event(), threading.Event()
+        reading.start()
+        assert reading.asked.wait(60)
+        first = torch.rand(2).tolist()
+        reading.drawn.set()
+        reading.join(60)
+        return first, torch.rand(2).tolist()
+
+    plain = drawn()
+    context = on()
+    assert drawn() == plain
+    assert "unused: Awaited" in told(context) and "a thread of the script's own" in capfd.readouterr().err
 
 
 def test_an_item_that_cannot_be_read_any_more_raises_as_it_would(root, on, capfd):

@@ -402,6 +402,17 @@ def test_the_generator_of_a_sampler_is_drawn_from_when_it_would_be(root, context
     assert order() == plain
 
 
+@pytest.mark.parametrize("ahead", [0, 20])
+def test_a_pass_without_a_batch(root, context, monkeypatch, ahead):
+    """With fewer samples than a batch has, and the last one dropped."""
+    context.undo()
+    monkeypatch.setenv(dataset_cache.AHEAD, str(ahead))
+    dataset_cache.apply(context, dataset_cache.Options())
+    few = torch.utils.data.Subset(cases.Files(root), range(8))
+    assert list(torch.utils.data.DataLoader(few, batch_size=9, shuffle=True, drop_last=True, generator=torch.Generator())) == []
+    assert "cached: " in str(context.notes[dataset_cache.TECHNIQUE.id]) or "unused: " in str(context.notes[dataset_cache.TECHNIQUE.id])
+
+
 class Normalised(cases.Files):
     """A sum over the whole item: several threads may round it otherwise than one."""
 

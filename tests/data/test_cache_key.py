@@ -354,3 +354,21 @@ def test_a_function_of_a_compiled_module_is_its_file(tmp_path, monkeypatch):
     assert digest({"decode": _ctypes.sizeof}) == before
     file.write_bytes(b"22")
     assert digest({"decode": _ctypes.sizeof}) != before
+
+
+class Repeated:
+    """A class of the script's as a decorator, with settings of its own."""
+
+    def __init__(self, function, times):
+        functools.update_wrapper(self, function)
+        self.times = times
+
+    def __call__(self, image):
+        return image * self.times
+
+
+def test_an_object_that_wraps_a_function_has_settings_of_its_own(root):
+    def one(times):
+        return digest(cases.Folder(root, Repeated(len, times)))
+
+    assert one(1) == one(1) != one(2)

@@ -49,7 +49,7 @@ class _Foreseen:
         taken, and uses none of it: where the generator is the script's, that must come when it would."""
         inner = _innermost(self._sampler)
         shared = type(inner).__name__ == "RandomSampler" and inner.generator is not None
-        return len(self._sampler) - shared
+        return max(0, len(self._sampler) - shared)      # of a pass without a batch there is nothing to leave
 
 
 class Ahead(_Foreseen):
@@ -121,7 +121,7 @@ def fill(reader: Any, indices: list[int], seconds: float, processes: int) -> Non
     (0: in this one)."""
     store = reader.store
     missing = [index for index in dict.fromkeys(indices) if store.wanted(index) and not store.holds(index)]
-    if not missing or reader.off:
+    if not missing or reader.elsewhere() or reader.off:
         return
     deadline = time.monotonic() + seconds
     if not processes:

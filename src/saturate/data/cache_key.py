@@ -281,7 +281,7 @@ class _Walk:
             told = ("_fingerprint", "_format_type", "_format_columns", "_format_kwargs")
             self.value({name: vars(value).get(name) for name in told}, depth)
             return
-        if callable(getattr(value, "__wrapped__", None)):       # functools.lru_cache
+        if callable(getattr(value, "__wrapped__", None)) and not is_users(kind.__module__):     # functools.lru_cache, for one
             self.value(value.__wrapped__, depth)
             return
         own = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__

@@ -7,6 +7,7 @@ within epochs a glance tells whether the dataset was changed.
 from __future__ import annotations
 
 import operator
+import threading
 import time
 from posix import getpid
 from typing import Any
@@ -93,7 +94,20 @@ class Reader:
         self._began, self._spent_s, self._looking_s = time.perf_counter(), 0.0, 0.0
         self._read = self._stored = 0
         self._uneven = False                    # whether a batch of items that differ in size was made again and compared
+        self.begins()
         self._alone, self._group = False, 1     # whether items are made one by one; how many are made together
+
+    def begins(self) -> None:
+        """A pass begins, by this thread."""
+        self._thread = threading.get_ident()
+
+    def elsewhere(self) -> bool:
+        """Whether another thread asks for items than the one that began the pass: a script reads ahead of its training so. What that
+        draws meanwhile would be taken for what items draw, and be taken back."""
+        if threading.get_ident() != self._thread and not self.off:
+            self.off = "a thread of the script's own asks for its items"
+            say(f"{self.off}: they come from the dataset itself")
+        return threading.get_ident() != self._thread
 
     def item(self, index: Any) -> Any:
         """`dataset[index]`. Where a dataset also has `__getitems__`, that is what was looked at, and this is not
@@ -103,10 +117,10 @@ class Reader:
 
     def items(self, indices: list[Any]) -> list[Any]:
         """What `dataset.__getitems__(indices)` returns, or a loop over `dataset[index]`."""
-        if not self._usable():
+        if type(indices) not in (list, tuple, range) or not self._usable():        # a sampler of the script's may hand out what is read once only
             return self._plain(indices)
-        out: list[Any] = self._at_once(indices) if self._together and indices else []
-        while len(out) < len(indices):
+        out: list[Any] = self._at_once(indices) if self._together else []
+        while not self._together and len(out) < len(indices):
             out += self._in_order(indices[len(out):len(out) + self._group])
         self.left()
         self.store.count(self._read, self._stored)
@@ -171,6 +185,8 @@ class Reader:
     def _compare(self, indices: list[int], found: list[Any], made: list[Any], keep: bool) -> None:
         """Keep what is new of a batch that the dataset has made; the cache is dropped where something of it is not what a cache gives."""
         new = []
+        if len(made) != len(indices):       # what cannot be read may be left out
+            return self._drop(indices[0], "depends on the batch that it is fetched in")
         for index, cached, item in zip(indices, found, made):
             if cached is PLAIN or (cached is MISSING and (not keep or self.store.full or not self.store.wanted(index))):
                 continue
@@ -235,6 +251,8 @@ class Reader:
             return False
         if getpid() != self._pid:
             self._began_anew()
+        if self.elsewhere():
+            return False
         if self.store.dropped:
             self.off = self.store.reason
         elif self._unlike():
