@@ -713,3 +713,24 @@ def test_litter_in_use_is_nobody_elses(tmp_path, pending):
         (pending.parent / f"{target.LITTER}0").touch()
         subprocess.run([sys.executable, "-c", code], check=True)
         assert sorted(name[:6] for name in os.listdir(pending.parent)) == [".satur", "model."]
+
+
+class _Globber:
+    """As the class behind `Path.glob` of Python 3.13."""
+
+    scandir = staticmethod(os.scandir)
+
+
+_Globber.__module__ = "glob"
+
+
+def test_a_class_of_python_s_own_that_holds_one_of_the_functions(tmp_path, disk, monkeypatch):
+    """`sorted(folder.glob("*.pt"))[-1]` right after a save was the checkpoint before."""
+    monkeypatch.setattr(glob, "_Globber", _Globber, raising=False)
+    original = vars(_Globber)["scandir"]
+    with applied("thread"):
+        disk.hold()
+        torch.save(state(1), tmp_path / "a.pt")
+        found = disk.waits(lambda: [entry.name for entry in _Globber.scandir(tmp_path)])
+        assert found == ["a.pt"]
+    assert vars(_Globber)["scandir"] is original
