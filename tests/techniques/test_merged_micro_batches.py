@@ -426,7 +426,8 @@ def test_what_a_mean_is_the_mean_of():
     assert samples(of([1], [2]), torch) == 2
     labels = torch.tensor([[-100, 3, -100], [4, 5, 6]])
     assert weights({"labels": labels}, ("labels",), torch) == (2, 4, 3)
-    assert weights({"labels": torch.tensor([1, 0])}, ("labels",), torch) == (2,), "one for each sample"
+    for one, counted in ((0, 2), (-100, 1)):        # one for each sample, or none
+        assert weights({"labels": torch.tensor([1, one])}, ("labels",), torch) == (2, counted)
 
 
 # -- decisions -------------------------------------------------------------------------------------------------------

@@ -26,14 +26,14 @@ def samples(batch: Any, torch: Any) -> int:
 
 
 def weights(batch: Mapping[str, Any], names: Sequence[str], torch: Any) -> tuple[int, ...]:
-    """What a mean over a batch may be the mean of: its samples, and of labels for each token those that count, with the first ones and
-    without (causal models shift them)."""
+    """What a mean over a batch may be the mean of: its samples, and of labels those that count; of labels for each token with the
+    first ones and without (causal models shift them)."""
     found = [samples(batch, torch)]
     for name in names:
         labels = batch.get(name)
-        if isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point():
+        if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
             counted = labels != _IGNORED
-            found += torch.stack([counted.sum(), counted[..., 1:].sum()]).tolist()
+            found += torch.stack([counted.sum(), counted[..., 1:].sum()]).tolist() if labels.dim() > 1 else [int(counted.sum())]
     return tuple(found)
 
 
