@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from saturate.agent import drill
 from saturate.verify.resume_log import Log, Save, Step, saves, updates
 
 SCRIPT = """
@@ -90,6 +92,13 @@ def test_it_stands_still_in_a_save(written, tmp_path: Path) -> None:
     seen = [event["at"] for event in log.events if event["at"] != "wrote"]      # the second one is opened, and then given to torch.save
     assert log.held and seen[-3:] == ["save", "save", "held"] and log.counts["S0"] == 4
     assert log.events[-2]["path"].endswith(".ckpt")
+
+
+@pytest.mark.parametrize("tensors, count", [
+    ([torch.ones(3, 2), torch.ones(3)], 3), ([torch.ones(3), torch.eye(3).to_sparse()], 0),
+    ([torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])], 0)])
+def test_samples_by_content_of_tensors_of_any_kind(tensors, count) -> None:
+    assert len(drill._rows(tensors)) == count
 
 
 RENAMED = """

@@ -412,7 +412,9 @@ def _name(index: Any) -> int:
 
 
 def _rows(tensors: list[Any]) -> list[int]:
-    """A batch's samples by their content; empty where its tensors do not agree on a number of them."""
+    """A batch's samples by their content; empty where its tensors do not agree on a number of them, or are none with rows."""
+    if any(t.is_nested or str(t.layout) != "torch.strided" for t in tensors):
+        return []
     sizes = {t.shape[0] for t in tensors if t.dim()}
     if len(sizes) != 1 or not 0 < (size := sizes.pop()) <= MOST_SAMPLES:
         return []

@@ -130,9 +130,16 @@ def double(tensor: Any) -> bool:
 
 
 def digest(tensor: Any, entries: int = 4096) -> str:
-    """Stands for a tensor: its shape, and up to `entries` values spread over it."""
-    seen = spread(tensor, entries).tolist()
-    return f"{zlib.crc32(repr((tuple(tensor.shape), seen)).encode()):08x}"
+    """Stands for a tensor of any class and layout: its shape, and up to `entries` values spread over it, as far as they can be read."""
+    import torch
+
+    parts = [tensor]
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.detach().coalesce()
+        parts = [whole.indices(), whole.values()]
+    shape = None if tensor.is_nested else tuple(tensor.shape)
+    seen = [entries_of(torch, part, entries) for part in parts]
+    return f"{zlib.crc32(repr((shape, *seen)).encode()):08x}"
 
 
 def perturb(torch: Any, parameter: Any, relative: float, signs: Any) -> None:
