@@ -104,3 +104,27 @@ def test_micro_batches_hold_less(autocast):
         assert technique is None or "micro-batch" in context.notes
     assert peaks[1] < 0.5 * peaks[0]
     assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < (5e-2 if autocast else 5e-3)
+
+
+@pytest.mark.parametrize("technique", [micro_batch, dynamic_batch])
+def test_a_step_that_the_script_captures_is_captured(technique, capfd):
+    """In a capture no generator's state can be read: the call runs as it was written."""
+    model = Deep().cuda().train()
+    context = Context(torch)
+    context.modules, context.device = (model,), "cuda"
+    technique.apply(context, technique.Options())
+    x, aside, graph = torch.randn(64, 512, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            model.zero_grad()
+            model(x).square().mean().backward()
+    torch.cuda.current_stream().wait_stream(aside)
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with torch.cuda.graph(graph):
+        model(x).square().mean().backward()
+    graph.replay()
+    assert all(torch.allclose(p.grad, gradient, rtol=1e-3, atol=1e-6) for p, gradient in zip(model.parameters(), wanted))
+    assert capfd.readouterr().err.count("in a CUDA graph that it captures") == 1
+    context.undo()

@@ -1437,6 +1437,33 @@ def test_a_forward_with_lent_parameters_runs_as_it_was_written(technique, capfd)
     assert "ChunkedForward" in tuned(x).grad_fn.name()
 
 
+@pytest.mark.parametrize("technique", [micro_batch, dynamic_batch])
+@pytest.mark.parametrize("warm", [0, 3])
+def test_a_forward_that_the_script_captures_runs_as_it_was_written(technique, warm, monkeypatch, capfd):
+    """In a CUDA graph: torch does not tell the state of a generator there, and raises."""
+    (plain, tuned), now, state = twins(), [False], torch.get_rng_state
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
+    monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("asked in a capture") if now[0] else state())
+    technique.apply(context_of(tuned), technique.Options())
+    x, found = torch.randn(8, 6), []
+    for model in (plain, tuned):
+        model.train()
+        for step in range(warm + 2):
+            now[0] = step >= warm
+            model.zero_grad()
+            output = model(x)
+            output.square().mean().backward()
+        assert "ChunkedForward" not in output.grad_fn.name()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+        now[0] = False
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+    assert capfd.readouterr().err.count("in a CUDA graph that it captures") == 1
+    tuned(x)
+    assert "ChunkedForward" in tuned(x).grad_fn.name() or technique is dynamic_batch and warm
+
+
 def test_parameters_changed_in_between_raise_as_they_do_without():
     model = Net().train()
     micro_batch.apply(context_of(model), micro_batch.Options())

@@ -117,6 +117,8 @@ class Guard:
                 return self._as_it_is(asked, "with other parameters than its own")      # they are gone in the backward
             if parametrize._cache_enabled:      # a chunk would compute weights for those after it, without a graph
                 return self._as_it_is(asked, "within torch.nn.utils.parametrize.cached()")
+            if _common.capturing(torch):        # no generator's state can be read there, and nothing that fails can be made up for
+                return self._as_it_is(asked, "in a CUDA graph that it captures")
             inputs = _trees.tensors((*args, *kwargs.values()), tensor)
             if self.policy.runs_whole(tuple(one.shape for one in inputs)):
                 return self._as_written(asked, inputs)

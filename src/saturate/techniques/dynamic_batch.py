@@ -52,7 +52,7 @@ forward; where it gives something else all the same, because the script has chan
 raises an error. Each change is one line on stderr. Wrapped in
 DistributedDataParallel, each rank decides for itself, and its hooks see each gradient once. `limit_bytes` forecasts for
 less memory than there is. Module hooks and `torch.compile` outside of the model see nothing of it; a model that the script
-compiles is left alone.
+compiles is left alone, and so are calls that it captures in a CUDA graph.
 
 References
 ----------

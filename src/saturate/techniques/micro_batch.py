@@ -36,8 +36,9 @@ batches: a mixture of experts with room for a share of the batch drops nothing o
 one. Such a comparison takes what a step of the script's own takes; what does not fit is compared as far as it does, and a
 line on stderr says so. A coupling that shows only in batches between those looked at is not seen. A part runs again with the
 random numbers, modes, attributes and buffers of its forward; where it gives something else all the same, because the script has
-changed what the model reads elsewhere, the backward raises an error. Only splitting is offered: merging the script's own
-accumulation steps is not. From outside of the loop it could only be done by drawing the
+changed what the model reads elsewhere, the backward raises an error. A call that the script captures in a CUDA graph is not cut, and a
+line on stderr says so. Only splitting is offered: merging the script's own accumulation steps is not. From outside of the loop it
+could only be done by drawing the
 batches of a whole update ahead, running the model on all of them when the script gives it the first, and holding each loss's
 gradient back until the last. The script's own code between loader and model (copies, augmentation, noise) would have to run
 ahead of the script; and until the last backward no parameter has the gradient that the script may read, clip, unscale or
