@@ -12,6 +12,7 @@ Untested without a GPU: the side stream (`_from_device`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -57,13 +58,15 @@ class Staged:
     records: list[tuple[str, int, int]]             # name, bytes, offset in the arena
     alignment: int = archive.DEFAULT_ALIGNMENT
     event: Any = None                               # of the side stream, after its last copy
+    at_home: Any = contextlib.nullcontext()         # makes the device of that the current one, as in the thread that saved
     content: bytes = b""                            # instead of an arena: what cannot change needs no copy
 
     def wait(self) -> None:
         """Until the copies from the GPU have arrived. Releases the interpreter lock meanwhile."""
         event, self.event = self.event, None
         if event is not None:
-            event.synchronize()
+            with self.at_home:          # a new thread has the first device as its current one, and asking would make a context there
+                event.synchronize()
 
     def contents(self) -> Iterator[memoryview]:
         view = memoryview(self.arena.memory if self.arena is not None else self.content)
@@ -93,9 +96,13 @@ def stage(torch: Any, records: list[tuple[str, Any, int]], arena: Arena, alignme
             remote.append((place, _as_bytes(torch, data)[:size]))
         at += -(-size // _GRAIN) * _GRAIN
     staged = Staged(arena, placed, alignment)
-    if remote:
-        _from_device(torch, staged, remote)
-    _from_host(torch, local)
+    try:
+        if remote:
+            _from_device(torch, staged, remote)
+        _from_host(torch, local)
+    except BaseException:
+        staged.wait()           # the device may still write into the arena, which is closed now
+        raise
     return staged
 
 
@@ -139,12 +146,12 @@ def _from_device(torch: Any, staged: Staged, remote: list[tuple[Any, Any]]) -> N
     current = torch.cuda.current_stream(device)
     side = torch.cuda.Stream(device)
     side.wait_stream(current)
-    with torch.cuda.stream(side):
+    with torch.cuda.device(device), torch.cuda.stream(side):        # by itself, leaving the stream would make a context on the current device
         for place, source in remote:
             if source.device == device:
                 place.copy_(source, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(side)
+    event = staged.event = side.record_event()
+    staged.at_home = torch.cuda.device(device)
     for stream in {current, torch.cuda.default_stream(device)}:
         stream.wait_event(event)
     for place, source in remote:
@@ -152,7 +159,6 @@ def _from_device(torch: Any, staged: Staged, remote: list[tuple[Any, Any]]) -> N
             place.copy_(source)
         else:
             source.record_stream(side)      # free memory as soon as it is copied, not when its turn to be written comes
-    staged.event = event
 
 
 def _as_bytes(torch: Any, storage: Any) -> Any:
