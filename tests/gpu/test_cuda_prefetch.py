@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from saturate.agent.context import Context  # noqa: E402
+from saturate.data import device_copies  # noqa: E402
 from saturate.techniques import device_prefetch  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -48,3 +49,18 @@ def test_the_same_bytes_arrive_ahead():
     finally:
         context.undo()
     assert epoch() == plain
+
+
+def test_what_the_script_writes_behind_its_move_comes_too_late():
+    """The copy may still be under way: here the stream of copies has something else to do first."""
+    device, batch = torch.device("cuda", torch.cuda.current_device()), torch.ones(1 << 26).pin_memory()
+    copies = device_copies.Copies(torch, device_copies.Cuda(torch, torch.Tensor.to))
+    copies._moved[0] = device
+    copies.next_batch([], [torch.ones(1).pin_memory()])
+    with torch.cuda.stream(copies._api._streams[device]):
+        torch.cuda._sleep(400_000_000)
+    copies.next_batch([], [batch])
+    copies.next_batch([batch], None)
+    taken = copies.take(batch, device)
+    batch.fill_(-1)
+    assert bool((taken == 1).all())

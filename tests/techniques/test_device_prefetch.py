@@ -173,13 +173,84 @@ def test_nothing_waits_where_the_loader_is_late(prefetching):
 def test_a_batch_that_is_asked_for_in_inference_mode_can_be_trained_on():
     """A validation that ends early may fetch the batch that the training goes on with."""
     stream = types.SimpleNamespace(record_event=lambda: None)
-    cuda = types.SimpleNamespace(Stream=lambda device: stream, stream=lambda stream: contextlib.nullcontext())
+    cuda = types.SimpleNamespace(Stream=lambda device: stream, stream=lambda stream: contextlib.nullcontext(),
+                                 device=lambda device: contextlib.nullcontext())
     device = device_copies.Cuda(types.SimpleNamespace(cuda=cuda, inference_mode=torch.inference_mode),
                                 lambda tensor, device, non_blocking: tensor.clone())
     with torch.inference_mode():
         copy, _ = device.begin(torch.ones(2), "cuda")
     assert not copy.is_inference()
     (copy * torch.ones(2, requires_grad=True)).sum().backward()
+
+
+class Engine:
+    """torch.cuda whose copies are made when somebody waits for them, on a second device that is not the current one."""
+
+    def __init__(self):
+        self.pending, self.current, self.contexts, self.recorded = [], 0, set(), []
+
+    @contextlib.contextmanager
+    def device(self, number):
+        before, self.current = self.current, number
+        yield
+        self.current = before           # torch only does so where that one has a context
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before = self.current
+        self.contexts |= {1} if before != 1 else set()
+        self.current = 1
+        yield
+        self.contexts |= {before} if before != 1 else set()     # torch makes it the current one again, whether it has a context or not
+        self.current = before
+
+    def Stream(self, device):
+        return self
+
+    current_stream = Stream
+
+    def record_event(self):
+        return self
+
+    def wait_event(self, event):
+        """Of a stream: the host goes on."""
+
+    def synchronize(self):
+        self.contexts.add(self.current)
+        while self.pending:
+            copy, source = self.pending.pop()
+            torch.Tensor.copy_(copy, source)
+
+    def move(self, tensor, device, non_blocking):
+        copy = Copied(torch.empty_like(tensor))
+        copy.recorded = self.recorded
+        self.pending.append((copy, tensor))
+        return copy
+
+
+class Copied(torch.Tensor):
+    device = 1
+
+    def record_stream(self, stream):
+        self.recorded.append(stream)
+
+
+def test_what_the_script_writes_behind_its_move_comes_too_late():
+    """`labels[~mask] = -100` behind `labels.cuda()`, which waits as torch does it: the copy may still be under way. And the first device gets
+    no context where a script trains on the second."""
+    engine = Engine()
+    copies = device_copies.Copies(torch, device_copies.Cuda(types.SimpleNamespace(cuda=engine, inference_mode=torch.inference_mode), engine.move))
+    copies._api.busy = lambda: False
+    copies._moved[0], batch = 1, torch.arange(4.0)
+    copies.next_batch([torch.ones(1)], [])
+    batch.is_pinned = lambda: True
+    copies.next_batch([torch.ones(1)], [batch])
+    copies.next_batch([batch], None)
+    taken = copies.take(batch, 1)
+    assert engine.contexts <= {1} and engine.current == 0
+    batch.fill_(-100)
+    engine.synchronize()
+    assert taken.tolist() == [0, 1, 2, 3] and engine.recorded == [engine]
 
 
 def test_batches_made_in_inference_mode_are_not_copied_ahead(prefetching):

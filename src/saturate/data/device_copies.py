@@ -40,17 +40,18 @@ class Cuda:
         if device not in self._streams:
             self._streams[device] = cuda.Stream(device)
         stream = self._streams[device]
-        # A pass in inference mode may be where the batch of a training is asked for, which cannot save a tensor that was made in it.
-        with self._torch.inference_mode(False), cuda.stream(stream):
+        # A pass in inference mode may be where the batch of a training is asked for, which cannot save a tensor that was made in it. To leave
+        # the stream of a device that is not the current one would make a context on that one, which takes memory there.
+        with self._torch.inference_mode(False), cuda.device(device), cuda.stream(stream):
             copy = self._move(tensor, device, non_blocking=True)
         return copy, stream.record_event()
 
     def hand_over(self, copy: Any, token: Any) -> None:
-        """Whatever is queued from now on waits for the copy; its memory is not used again before that work is
-        done."""
-        stream = self._torch.cuda.current_stream(copy.device)
-        stream.wait_event(token)
-        copy.record_stream(stream)
+        """Once the copy is there: the script may write to its tensor from now on. Only this copy is waited for, which began a batch ago, and
+        nothing that the device computes. Its memory is not used again before what is queued from now on is done."""
+        with self._torch.cuda.device(copy.device):
+            token.synchronize()
+        copy.record_stream(self._torch.cuda.current_stream(copy.device))
 
     def busy(self) -> bool:
         """Whether nothing may be handed over now: what a graph captures must not wait for events outside of it."""

@@ -17,14 +17,15 @@ is the bottleneck no batch is ever waiting, and nothing is gained.
 Numerics
 --------
 `exact`: the same bytes arrive. A tensor that is written to between loader and device is copied anew; only writes that
-torch cannot see, through a NumPy view of a batch, would be missed.
+torch cannot see, through a NumPy view of a batch, would be missed. What is written to it behind the move comes too late for the copy, as
+in a move that waits.
 
 How it is applied
 -----------------
 DataLoaders with workers pin their batches, but for what cannot be pinned in them. `Tensor.to` and `Tensor.cuda` return
 the copy that was begun for that very tensor, once: the batch itself stays on the host, so code that reads it there finds
-it. The stream that uses a copy waits for its event, and `record_stream` keeps its memory until that use is over. On a CPU
-there is no device to copy to.
+it. The host waits until that copy is there (not for what the device computes), and `record_stream` keeps its memory until the
+stream that uses it has done so. On a CPU there is no device to copy to.
 
 References
 ----------
