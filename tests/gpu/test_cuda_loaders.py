@@ -75,3 +75,10 @@ def test_a_second_loader_on_the_device_goes_on(identity, workers, script, start)
 def test_the_attention_kernel_that_is_asked_for_runs(backend, script, start):
     proof = proof_of(start, script(ATTENTION), "sdpa-backend", backend=backend)
     assert proof.active, proof.evidence
+
+
+def test_a_script_that_copies_without_blocking_itself(script, start):
+    """Its batches were not pinned, so its copies waited; with the technique they do not, which is what it is for."""
+    asked = LOADERS.replace("{workers}", "2").replace('.to("cuda")', '.to("cuda", non_blocking=True)')
+    proof = proof_of(start, script(asked), "pin-memory")
+    assert proof.active, proof.evidence

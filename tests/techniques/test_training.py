@@ -996,6 +996,20 @@ def test_only_batches_that_a_loader_pinned_are_copied_without_blocking(copying):
     assert rewrite(None, {"pin_memory": True}, frozenset()) == {}
 
 
+def test_what_the_script_copies_without_blocking_itself_is_watched_as_well(copying):
+    """As long as its batches were not pinned, the device had them when the call returned: it may write to them."""
+    for number in range(5):
+        labels = copying.batch()["label"][0]
+        labels.to("cuda", non_blocking=True)
+        if number < 3:
+            assert proof_of_pinning(copying.context).active is (number > 0)
+        if number >= 2:
+            labels[0] = -100
+    assert copying.calls == [{"non_blocking": 0 < number <= 2} for number in range(5)]
+    proof = proof_of_pinning(copying.context)
+    assert not proof.active and "writes to a batch" in proof.evidence
+
+
 @pytest.mark.parametrize("first", [0, 2])
 def test_copies_of_batches_that_the_script_writes_to_wait(first, copying, capsys):
     """`labels[~mask] = -100` behind `labels.cuda()` would go into a copy that is still under way."""

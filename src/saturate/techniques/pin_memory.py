@@ -26,7 +26,8 @@ How it is applied
 -----------------
 `pin_memory` of each DataLoader that stands at its default is set when it is built; what cannot be pinned in its batches
 (tensors on a device already, sparse ones) comes as it is. `Tensor.to` and `Tensor.cuda` get `non_blocking=True` when a
-tensor that a DataLoader pinned goes to a CUDA device, from the second batch on. Tensors inside of batches with a method `pin_memory` of their own are
+tensor that a DataLoader pinned goes to a CUDA device, from the second batch on. What the script copies with `non_blocking=True` itself is
+watched in the same way: as long as its memory was not pinned, that copy waited as well. Tensors inside of batches with a method `pin_memory` of their own are
 not known, and copied as before.
 
 References
@@ -141,15 +142,17 @@ class _Copied:
 
 
 def _copying(context: Any, name: str, copied: _Copied) -> Any:
-    """`Tensor.to` or `Tensor.cuda` with `non_blocking=True` for tensors that a loader pinned, on their way to a CUDA device."""
+    """`Tensor.to` or `Tensor.cuda` with `non_blocking=True` for tensors that a loader pinned, on their way to a CUDA device. Who says
+    `non_blocking=False` gets that."""
     torch = context.torch
     original = getattr(torch.Tensor, name)
     pending = [True]
 
     @functools.wraps(original)
     def copy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("non_blocking")      # None: not said
         if (
-            "non_blocking" not in kwargs
+            (asked is None or asked)
             and (name == "cuda" or to_cuda(torch, args, kwargs))
             and not torch.compiler.is_compiling()
             and not any(isinstance(argument, bool) for argument in args)        # given by position
@@ -157,10 +160,11 @@ def _copying(context: Any, name: str, copied: _Copied) -> Any:
             and getattr(self, PINNED, False)
             and not self.is_inference()         # it does not tell who writes to it
             and self.is_pinned()
-            and copied.may_return_at_once(self)
         ):
-            kwargs["non_blocking"] = True
-            if pending:
+            at_once = copied.may_return_at_once(self)
+            if at_once or asked:        # from memory that was not pinned, the copy waited all the same
+                kwargs["non_blocking"] = at_once
+            if at_once and pending:
                 pending.clear()
                 seen = "a pinned tensor was copied without blocking"
                 context.note(TECHNIQUE.id, _tensor_moves.StandingNote(torch, name, copy, seen))
