@@ -60,8 +60,9 @@ EARLY = True
 
 KINDS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad", "Adadelta")
 
-#: Share of the host's memory that may be asked for.
-HOST_SHARE = 0.5
+#: Share of the host's memory that may be asked for; and how many times its size a tensor may take there: torch's allocator of pinned memory
+#: rounds each up to a power of two.
+HOST_SHARE, ROUNDED = 0.5, 2
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,9 @@ def eligible(facts: Facts) -> Eligible | Ineligible:
 
 def variants(facts: Facts) -> list[Options]:
     state = any(optimizer.kind in KINDS and not optimizer.capturable for optimizer in facts.optimizers)
-    # Two averages of every parameter have to find room in the host's memory.
-    averages = 2 * sum(module.parameter_bytes for module in facts.modules)
-    # What a forward saves is a part of what the device holds; torch's allocator of pinned memory rounds each tensor up to a power of two.
-    saved = 2 * facts.device_reserved_bytes
+    # Two averages of every parameter have to find room in the host's memory; what a forward saves is a part of what the device holds.
+    averages = ROUNDED * 2 * sum(module.parameter_bytes for module in facts.modules)
+    saved = ROUNDED * facts.device_reserved_bytes
     return [*([Options("optimizer")] if state and _fits(averages, facts) else []),
             *([Options("activations")] if _fits(saved, facts) else [])]
 
