@@ -467,6 +467,18 @@ def scaled(parameters, **options):
     return context, optimizer
 
 
+def test_a_default_number_format_of_the_script_is_not_that_of_the_scale():
+    weight = torch.nn.Parameter(torch.ones(2))
+    context, _ = scaled([weight], initial_scale=1024.0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        (weight * 3).sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        context.undo()
+    assert weight.grad.tolist() == [3.0, 3.0]
+
+
 def seen(tensor, inside):
     """The tensor. Its gradient goes into `inside`, unseen by the technique."""
 

@@ -200,8 +200,8 @@ class _Scaler:
             for tensor in mine:
                 del self.held[id(tensor)]
             for owner, device, grads in self._gradients(mine):
-                flag = self.overflow.setdefault((owner, device), self.torch.zeros((), device=device))
-                inverse = self.torch.full((), 1.0 / scale, device=device)
+                flag = self.overflow.setdefault((owner, device), self.torch.zeros((), dtype=self.torch.float32, device=device))
+                inverse = self.torch.full((), 1.0 / scale, dtype=self.torch.float32, device=device)
                 self.torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
 
     def _reached(self, outputs: tuple[Any, ...], inputs: Any) -> tuple[list[Any], str]:
