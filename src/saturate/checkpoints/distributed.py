@@ -127,7 +127,7 @@ class Shards:
             notices.tell(f"saturate: a distributed checkpoint is saved plainly: {type(error).__name__}: {error}\n")
             outcome = _PLAINLY
         if self._agreement is not None:
-            worst = self.torch.tensor(outcome)
+            worst = self.torch.tensor(outcome, device="cpu")
             self.torch.distributed.all_reduce(worst, self.torch.distributed.ReduceOp.MAX, group=self._agreement)
             outcome = int(worst)
         if outcome == _FAILED:

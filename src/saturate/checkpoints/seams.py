@@ -183,7 +183,7 @@ def _hands_over_storages(torch: Any, original: Any) -> bool:
     recorder = Recorder()
     torch.serialization._open_zipfile_writer = lambda name: contextlib.nullcontext(recorder)
     try:
-        torch.serialization.save(torch.zeros(1), "a")       # written nowhere, unless a script's own `torch.save` were asked
+        torch.serialization.save(torch.zeros(1, device="cpu"), "a")       # written nowhere, unless a script's own `torch.save` were asked
     finally:
         torch.serialization._open_zipfile_writer = original
     return not recorder.addresses

@@ -282,7 +282,7 @@ class _Reader:
         if len(shape) != len(strides) or span * dtype.itemsize != len(raw):
             raise Damaged("a tensor's size does not fit its shape")
         # A clone lies where torch puts any tensor: aligned, and in memory of its own.
-        flat = torch.frombuffer(raw, dtype=dtype).clone() if span else torch.empty(0, dtype=dtype)
+        flat = torch.frombuffer(raw, dtype=dtype).clone() if span else torch.empty(0, dtype=dtype, device="cpu")
         return flat.as_strided(shape, strides), at
 
     def array(self, at: int) -> tuple[Any, int]:

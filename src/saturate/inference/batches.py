@@ -177,8 +177,8 @@ def split(torch: Any, batches: list[tuple[Any, ...]]) -> tuple[list[tuple[Any, .
         return batches, batches, ["inputs is a single batch that cannot be divided: quantization is calibrated with "
                                   "the very inputs that are measured; give calibration= or more batches"]
     half = (rows + 1) // 2
-    repeated = torch.arange(rows) % half
-    return [_rows(torch, batch, repeated)], [_rows(torch, batch, torch.arange(half, rows))], [
+    repeated = torch.arange(rows, device="cpu") % half
+    return [_rows(torch, batch, repeated)], [_rows(torch, batch, torch.arange(half, rows, device="cpu"))], [
         f"inputs is a single batch: {rows - half} of its {rows} samples are kept for calibration, and the others are "
         "repeated to fill the measured batch"]
 

@@ -235,7 +235,7 @@ def _generator(seed: int) -> Any:
 def _drawn(values: Any, count: int, generator: Any) -> Any:
     import torch
 
-    return values[torch.randint(len(values), (count,), generator=generator)]
+    return values[torch.randint(len(values), (count,), generator=generator, device="cpu")]
 
 
 def _joined(before: Any, values: Any) -> Any:

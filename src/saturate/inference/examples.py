@@ -89,7 +89,7 @@ def _tensor(torch: Any, data: bytes, leaf: Leaf) -> Any:
         raise ValueError(f"{leaf} ends behind the end of the file")
     if end == leaf.offset:
         try:
-            return torch.empty(leaf.shape, dtype=dtype)
+            return torch.empty(leaf.shape, dtype=dtype, device="cpu")
         except (RuntimeError, TypeError, OverflowError) as error:       # without elements, and too large for torch all the same
             raise ValueError(f"{leaf} is no tensor") from error
     return torch.frombuffer(bytearray(data[leaf.offset : end]), dtype=dtype).reshape(leaf.shape)

@@ -59,7 +59,7 @@ def perturbed(torch: Any, inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, 
     def moved(path: tuple[Any, ...], leaf: Any) -> Any:
         if not movable(leaf):
             return leaf
-        sign = 2 * torch.randint(2, leaf.shape, generator=generator).to(leaf) - 1
+        sign = 2 * torch.randint(2, leaf.shape, generator=generator, device="cpu").to(leaf) - 1
         return leaf * (1 + sign * torch.finfo(leaf.dtype).eps)
 
     if not any(map(movable, samples.tensors(inputs))):

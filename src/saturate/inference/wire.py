@@ -163,6 +163,6 @@ class _Receiver(pickle.Unpickler):
         import torch
 
         format = getattr(torch, dtype)
-        flat = torch.frombuffer(data, dtype=torch.uint8).view(format) if data else torch.empty(0, dtype=format)
+        flat = torch.frombuffer(data, dtype=torch.uint8).view(format) if data else torch.empty(0, dtype=format, device="cpu")
         back = sorted(range(len(order)), key=order.__getitem__)
         return flat.reshape(shape).permute(back).to(self._device)

@@ -80,7 +80,7 @@ def read(torch: Any, path: Path) -> dict[str, Any]:
         if taken > len(data):           # each is a copy: a small file could ask for any amount of memory
             raise ValueError("its tensors lie on top of each other")
         raw = data[8 + length + start:8 + length + end]         # a copy: aligned for its dtype
-        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
         found[name] = flat.reshape(shape)
     for name, other in json.loads(more.get("tied", "{}")).items():
         found[name] = found[other]
