@@ -62,7 +62,7 @@ def test_the_same_batches(on, make, workers, monkeypatch):
     assert workers or calls
     assert batch_assembly.active(Evidence(notes=context.notes), batch_assembly.Options()).active
     loader = DataLoader(dataset)
-    assert loader.dataset is dataset and iter(loader)._dataset.dataset is dataset and pickle.loads(pickle.dumps(rows.Rows(dataset)))
+    assert loader.dataset is dataset and iter(loader)._dataset._saturate_source is dataset and pickle.loads(pickle.dumps(rows.Rows(dataset)))
 
 
 class Own(TensorDataset):
@@ -150,3 +150,24 @@ def test_eligibility():
     assert batch_assembly.eligible(usual) and batch_assembly.bound(usual) == 0.5
     for bad in (Facts(), Facts(loaders=(LoaderFacts(),)), Facts(loaders=(LoaderFacts(tensor_rows=True),), step_ms=10.0, input_wait_ms=0.1)):
         assert not batch_assembly.eligible(bad)
+
+
+def _scales(number):
+    dataset = torch.utils.data.get_worker_info().dataset
+    assert isinstance(dataset, TensorDataset) and dataset[1][1] == 1
+    dataset.tensors = tuple(tensor * 2 for tensor in dataset.tensors)
+
+
+def _cuts(number):
+    dataset = torch.utils.data.get_worker_info().dataset
+    dataset.indices = [index + 1 for index in dataset.indices]
+    dataset.dataset.tensors = dataset.dataset.tensors[:2]
+
+
+@pytest.mark.parametrize("make, initialise", [(data, _scales), (lambda: Subset(data(), range(3, 20)), _cuts)])
+def test_a_worker_sees_its_dataset(on, make, initialise):
+    """As scripts do that give each worker its part: what they set was set on the stand-in, and had no effect."""
+    plain = epochs(make(), num_workers=2, worker_init_fn=initialise)
+    context = on()
+    assert same(epochs(make(), num_workers=2, worker_init_fn=initialise), plain)
+    assert "assembled at once" in context.notes[batch_assembly.TECHNIQUE.id]

@@ -15,6 +15,7 @@ from typing import Any
 from saturate import notices
 from saturate.data import cache_codec, cache_helpers, cache_store, random_states, transforms
 from saturate.data.glance import LOOKED, LOOKED_S, Watch
+from saturate.data.stand_in import StandIn
 
 #: Share of a process's time that goes into making items again to compare them.
 RECHECKED = 0.005
@@ -26,35 +27,20 @@ AT_PASS_S = 1.0
 GROUP_BYTES = 1 << 20
 
 
-class CachedDataset:
-    """Stands in a loader's iterator for the dataset, and in its workers for `get_worker_info().dataset`."""
+class CachedDataset(StandIn):
+    """A dataset whose items come from a cache."""
 
-    __slots__ = ("_saturate_reader", "__weakref__")
+    __slots__ = ("_saturate_reader",)
 
     def __init__(self, reader: Reader):
+        super().__init__(reader.source)
         object.__setattr__(self, "_saturate_reader", reader)
-
-    @property
-    def __class__(self) -> Any:
-        return type(self._saturate_reader.source)
-
-    def __len__(self) -> int:
-        return len(self._saturate_reader.source)
 
     def __getitem__(self, index: Any) -> Any:
         return self._saturate_reader.item(index)
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
         return self._saturate_reader.items(indices)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._saturate_reader.source, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._saturate_reader.source, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._saturate_reader.source, name)
 
     def __reduce__(self) -> Any:
         reader = self._saturate_reader

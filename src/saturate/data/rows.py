@@ -6,6 +6,8 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
+from saturate.data.stand_in import StandIn
+
 
 def tensors_of(torch: Any, dataset: Any) -> tuple[Any, ...] | None:
     """The tensors whose rows a dataset hands out: those of a `TensorDataset`, or of one below `Subset`s; None for
@@ -28,32 +30,25 @@ def refusal(torch: Any, loader: Any) -> str | None:
     return None
 
 
-class Rows:
-    """Stands for such a dataset in a loader's iterator. Its tensors and indices are read anew for each batch: a
-    script may replace or overwrite them."""
+class Rows(StandIn):
+    """Such a dataset. Its tensors and indices are read anew for each batch: a script may replace or overwrite them."""
 
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
+    __slots__ = ()
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":           # while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+    def __reduce__(self) -> Any:
+        return Rows, (self._saturate_source,)
 
     def __getitems__(self, indices: Iterable[Any]) -> list[Any]:
         """What the default collate function makes of these rows. Raises IndexError, as the dataset would."""
         import torch
 
-        dataset, indices = self.dataset, list(indices)
+        dataset, indices = self._saturate_source, list(indices)
         places = indices
         while _single(torch, places) and type(dataset) is torch.utils.data.Subset:
             places = [dataset.indices[place] for place in places]
             dataset = dataset.dataset
         if not _single(torch, places):
-            return torch.utils.data.default_collate(_items(self.dataset, indices))
+            return torch.utils.data.default_collate(_items(self._saturate_source, indices))
         wanted = torch.tensor([int(place) for place in places], device="cpu")    # whatever the script has made the default
         size = len(dataset)
         wanted = torch.where(wanted < 0, wanted + size, wanted)
