@@ -365,3 +365,13 @@ def test_the_distance_follows_the_target() -> None:
     answers = [{"logits": tensor, "hidden": torch.randn(6, 9)} for tensor in (scores, taught)]
     torch.testing.assert_close(_training.distance(torch, *answers, classes), expected)
     assert _training.distance(torch, scores, taught[:3], classes) is None
+
+
+@pytest.mark.parametrize("shape", [(6, 1), (2, 1, 3, 3)])
+def test_one_score_of_two_classes_is_pulled_to_the_teachers(shape: tuple[int, ...]) -> None:
+    """Targets of 0 and 1 name classes, and the softmax of one score is 1 whatever it is: the teacher said nothing."""
+    torch.manual_seed(0)
+    scores, taught = torch.randn(shape), torch.randn(shape)
+    target = torch.randint(2, (shape[0], *shape[2:]))
+    expected = (scores - taught).square().mean() / taught.var(correction=0)
+    torch.testing.assert_close(_training.distance(torch, scores, taught, target), expected)

@@ -230,10 +230,14 @@ class Server:
         options = module.Options(**fields)
         self._doing = module.TECHNIQUE.id
         trains = module.TECHNIQUE.stage == "train"
+        on_purpose = _in_training(self.context.model)
         with self.torch.enable_grad() if trains else self.torch.no_grad():
             said = module.apply(self.context, options)
         if trains:
+            left = _in_training(self.context.model)
             self.context.model.eval()
+            for name in left.keys() & on_purpose.keys():
+                left[name].training = True
         self._doing = ""
         self._parts.append((module, options))
         return said
@@ -380,6 +384,11 @@ class Server:
 def _evaluated(model: Any, source: Source) -> Any:
     """A part that is in training mode in a model that is not was put there on purpose."""
     return model.eval() if source.training else model
+
+
+def _in_training(model: Any) -> dict[str, Any]:
+    """Parts in training mode, by name."""
+    return {name: part for name, part in model.named_modules() if part.training}
 
 
 def _grow_allocator(torch: Any) -> None:

@@ -10,7 +10,7 @@ from saturate.inference.batches import tensors
 from saturate.inference.pruning import attention
 from saturate.inference.pruning.groups import Group, Slot
 from saturate.inference.pruning.tracing import Leaf
-from saturate.inference.pruning.values import samples
+from saturate.inference.pruning.values import answered, samples
 
 #: Backward passes: until so many samples were seen, but not fewer nor more passes than these.
 SAMPLES, LEAST, MOST = 256, 4, 32
@@ -86,7 +86,7 @@ def taylor(torch: Any, model: Any, leaves: Sequence[Leaf], groups: Sequence[Grou
                 batch = batches[probe % len(batches)]
                 model.zero_grad(set_to_none=True)
                 with torch.inference_mode(False), torch.enable_grad():
-                    outputs = [tensor for tensor in tensors(torch, model(*batch)) if tensor.requires_grad and tensor.is_floating_point()]
+                    outputs = [tensor for tensor in tensors(torch, answered(model, batch)) if tensor.requires_grad and tensor.is_floating_point()]
                     if not outputs:
                         return None
                     sum((_signs(torch, tensor, generator) * tensor.float()).sum() for tensor in outputs).backward()

@@ -25,7 +25,7 @@ from saturate.inference.pruning.surgery import (
     without_nested_tensors,
 )
 from saturate.inference.pruning.tracing import Leaf, leaves_of, plain_attention, record
-from saturate.inference.pruning.values import first_samples, samples, seeded
+from saturate.inference.pruning.values import answered, first_samples, samples, seeded
 from saturate.techniques._api import NotApplied
 
 #: What a forward raises where shapes do not fit.
@@ -121,7 +121,7 @@ def _flops(torch: Any, model: Any, batch: tuple[Any, ...]) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.no_grad(), plain_attention(torch), FlopCounterMode(display=False) as counter:
-        model(*batch)
+        answered(model, batch)
     return counter.get_total_flops()
 
 
@@ -291,7 +291,7 @@ class _Table:
         handles = [module.register_forward_hook(look) for module in owners]
         try:
             with self.torch.no_grad(), plain_attention(self.torch), seeded(self.torch, self.seed):
-                outputs = tensors(self.torch, self.model(*self.batch))
+                outputs = tensors(self.torch, answered(self.model, self.batch))
         finally:
             for handle in handles:
                 handle.remove()
@@ -357,7 +357,7 @@ def _few_samples(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[Any, .
     few = first_samples(torch, batch, 2)
     try:
         with torch.no_grad():
-            model(*few)
+            answered(model, few)
     except MISFITS:
         return batch
     return few
@@ -368,7 +368,7 @@ def _runs_as_before(torch: Any, original: Any, model: Any, batch: tuple[Any, ...
     forwards, which the proofs did without, are on."""
     def shapes(run: Callable[..., Any], given: tuple[Any, ...]) -> list[Any]:
         with torch.no_grad():
-            return [tuple(tensor.shape) for tensor in tensors(torch, run(*given))]
+            return [tuple(tensor.shape) for tensor in tensors(torch, answered(run, given))]
 
     alone = first_samples(torch, batch, 1) if (samples(torch, batch) or 1) > 1 else batch
     for given, what in ((batch, "its own inputs"), (alone, "another batch size")):

@@ -8,6 +8,7 @@ holds for the path that was taken, and a value that was read back into Python (`
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,9 +101,10 @@ def record(torch: Any, model: Any, batch: tuple[Any, ...]) -> Trace:
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(lambda module, _: running.append(module), prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
+    given = copy.deepcopy(batch)        # it may write to its inputs
     try:
         with torch.no_grad(), plain_attention(torch), Recorder():
-            result = model(*batch)
+            result = model(*given)
     finally:
         for handle in handles:
             handle.remove()

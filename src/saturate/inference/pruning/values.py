@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,11 @@ from saturate.techniques import _trees
 def moved(torch: Any, value: Any, device: str) -> Any:
     """A copy of `value` with its tensors on `device`."""
     return _trees.copied(value, lambda _, leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def answered(model: Any, batch: tuple[Any, ...]) -> Any:
+    """What the model answers to a copy: it may write to its inputs, and every look at it is to get the same ones."""
+    return model(*copy.deepcopy(batch))
 
 
 def samples(torch: Any, batch: Any) -> int | None:

@@ -111,7 +111,7 @@ def recover(
     ready: Callable[[], bool] = lambda: True,
 ) -> Recovery:
     """Train `student` towards `teacher` and the user's loss, until the epochs, `context.deadline_s` or the patience end.
-    The weights of the best epoch stay (of those at whose end `ready`); both modules are left in eval mode.
+    The weights of the best epoch stay (of those at whose end `ready`); parts are left in the modes in which they came.
 
     `after_step(progress)` runs after each update, progress from 0 to 1. Raises NotApplied where a loss is not finite, where
     nothing can be trained, and where the time ended before the first step.
@@ -119,6 +119,7 @@ def recover(
     torch = context.torch
     parameters = [parameter for parameter in student.parameters() if parameter.is_floating_point()]
     flags = [parameter.requires_grad for parameter in parameters]
+    on_purpose = training_parts(student)
     with seeded(torch, seed), torch.inference_mode(False), torch.enable_grad():
         try:
             for parameter in parameters:
@@ -128,14 +129,26 @@ def recover(
             for parameter, flag in zip(parameters, flags):
                 parameter.grad = None
                 parameter.requires_grad_(flag)
-            student.eval()
+            evaluate(student, on_purpose)
+
+
+def training_parts(model: Any) -> list[Any]:
+    """Parts that are in training mode though the model serves: dropout that draws at inference, statistics of the batch."""
+    return [part for part in model.modules() if part.training]
+
+
+def evaluate(model: Any, on_purpose: list[Any]) -> None:
+    """Evaluation mode, but for these parts."""
+    model.eval()
+    for part in on_purpose:
+        part.training = True
 
 
 class _Loop:
     def __init__(self, context: Context, student: Any, teacher: Any, parameters: list[Any],
                  after_step: Callable[[float], None] | None, ready: Callable[[], bool]) -> None:
         self.torch, self.context = context.torch, context
-        self.student, self.teacher = student, teacher
+        self.student, self.teacher, self.on_purpose = student, teacher, training_parts(student)
         self.after_step, self.ready = after_step, ready
         self.data = data(context)
         make = self.data.optimizer or (lambda chosen: self.torch.optim.AdamW(chosen, lr=self.data.learning_rate))
@@ -224,8 +237,8 @@ class _Loop:
             self.after_step(progress)
 
     def _distance(self) -> float:
-        """Of the outputs in eval mode, as a share of the original's variance; mean over the held-out batches."""
-        self.student.eval()
+        """Of the outputs as it serves, as a share of the original's variance; mean over the held-out batches."""
+        evaluate(self.student, self.on_purpose)
         found = []
         with self.torch.no_grad():
             for inputs in self.held:
@@ -257,12 +270,14 @@ def distance(torch: Any, output: Any, taught: Any, target: Any) -> Any:
 
 
 def _class_dimension(torch: Any, scores: Any, target: Any) -> int | None:
-    """Where one score per class lies: in dimension 1, as torch's cross entropy has it, or in the last."""
+    """Where one score per class lies: in dimension 1, as torch's cross entropy has it, or in the last. None where there is one score
+    alone, as of two classes: softmax makes a certainty of it, whatever it is."""
     if not isinstance(target, torch.Tensor) or target.is_floating_point() or target.dtype == torch.bool or scores.ndim < 2:
         return None
+    dim = scores.ndim - 1 if scores.shape[:-1].numel() == target.numel() else None
     if tuple(scores.shape[:1] + scores.shape[2:]) == tuple(target.shape):
-        return 1
-    return scores.ndim - 1 if scores.shape[:-1].numel() == target.numel() else None
+        dim = 1
+    return dim if dim is not None and scores.shape[dim] > 1 else None
 
 
 def _divergence(torch: Any, one: Any, other: Any, dim: int) -> Any:
@@ -292,7 +307,7 @@ def recalibrate(context: Context, model: Any) -> int:
     count = sum(samples(torch, batch) or 0 for batch in batches)
     if not norms or count < 32:
         return 0
-    momenta = [module.momentum for module in norms]
+    momenta, on_purpose = [module.momentum for module in norms], training_parts(model)
     try:
         for module in norms:
             module.reset_running_stats()
@@ -300,9 +315,9 @@ def recalibrate(context: Context, model: Any) -> int:
             module.train()
         with torch.no_grad():
             for batch in batches:
-                model(*moved(torch, batch, context.device))
+                model(*_wrap.own(context.facts, moved(torch, batch, context.device)))
     finally:
         for module, momentum in zip(norms, momenta):
             module.momentum = momentum
-        model.eval()
+        evaluate(model, on_purpose)
     return count

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saturate.inference.techniques import _training
+from saturate.inference.techniques import _training, _wrap
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -112,7 +112,7 @@ def _student(context: Context) -> Any:
     answers = []
     with torch.no_grad():
         for model in (context.model, student):
-            answers.append([(tuple(tensor.shape), tensor.dtype) for tensor in _training.tensors(torch, model(*context.inputs[0]))])
+            answers.append([(tuple(tensor.shape), tensor.dtype) for tensor in _training.tensors(torch, model(*_wrap.own(context.facts, context.inputs[0])))])
     if answers[0] != answers[1]:
         raise NotApplied(f"the student's outputs are {answers[1]}, the model's are {answers[0]}")
     return student

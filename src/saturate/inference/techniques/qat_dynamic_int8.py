@@ -23,7 +23,7 @@ How it is applied
 -----------------
 torchao's `QATConfig`; the outputs of the original teach, beside the user's loss, up to the deadline of the candidate.
 Then `Int8DynamicActivationInt8WeightConfig` with a zero point for the inputs, as in the training. Layers that a repair
-keeps are not rounded.
+keeps are not rounded. In the training neither are layers with hooks: torchao puts new ones in their place, without them.
 
 References
 ----------
@@ -77,7 +77,7 @@ def apply(context: Context, options: Options) -> str:
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
     torch, teacher = context.torch, _qat.original(context)
-    chosen = _torchao.layers(context)
+    chosen = _torchao.layers(context, lambda layer: not (layer._forward_hooks or layer._forward_pre_hooks))
     if not chosen or "" in chosen:
         raise NotApplied("no linear layer inside the model is left to quantize")
     wanted = {id(layer) for layer in chosen.values()}
@@ -95,7 +95,8 @@ def active(context: Context, options: Options) -> Proof:
 
 def as_code(options: Options) -> str:
     halved = ", reduce_range=True" if options.reduce_range else ""
-    rounding = _torchao.quantize_code("QATConfig(activation_config=inputs_, weight_config=weights_, step='prepare')")
+    rounding = _torchao.quantize_code("QATConfig(activation_config=inputs_, weight_config=weights_, step='prepare')",
+                                      "not (layer._forward_hooks or layer._forward_pre_hooks)")
     return ("# pip install torchao\n"
             "from torchao.quantization import Int8DynamicActivationInt8WeightConfig, MappingType, quantize_\n"
             "from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig\n"

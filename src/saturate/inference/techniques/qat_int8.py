@@ -85,7 +85,7 @@ def bound(facts: ModelFacts) -> float | None:
 def apply(context: Context, options: Options) -> str:
     teacher, program = _qat.original(context), _pt2e.captured(context)
     graph = _pt2e.prepared(context, program, _recipe(options))
-    student = _pt2e.served(context.torch, graph, program)
+    student = _pt2e.served(context.torch, graph, program).eval()
     trained = _qat.recover(context, student, teacher, lambda progress: _fix_ranges(graph, progress))
     return f"{trained}; {_pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(graph), program)}"
 
