@@ -57,6 +57,14 @@ def test_operators_that_count_as_nothing_are_named():
     assert "aten::_fft_r2c and 1 other" in " ".join(plain(two, 120).split())
 
 
+def test_steps_that_held_something_else_are_told_as_the_findings_are_of_them():
+    def noted(identity: str) -> str:
+        problem = Problem(id=identity, blocks=[], message="1 of the 14 recorded steps took 97% of their time")
+        return " ".join(plain(msgspec.structs.replace(analyses.profile(), integrity=Integrity(ok=True, problems=[problem]))).split())
+
+    assert "note 1 of the 14 recorded steps" in noted("long-steps") and "recorded steps took" not in noted("other-steps")
+
+
 def test_most_profiles_take_a_dozen_lines():
     usual = msgspec.structs.replace(analyses.profile(), graph_breaks=[], off_device=[], mfu=None, hfu=None, mfu_achievable=None)
     assert len(plain(usual).split("\n")) <= 14

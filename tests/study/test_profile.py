@@ -291,6 +291,22 @@ def test_a_split_of_steps_that_were_others_says_so():
     assert unprofiled.other_steps(None, split, 10) == unprofiled.other_steps(10.0, {}, 0) == []
 
 
+def test_recorded_time_that_is_mostly_of_a_few_long_steps_is_told():
+    numpy = pytest.importorskip("numpy")
+    from saturate.trace import intervals, windows
+
+    def recorded(*lengths: int):
+        last = numpy.cumsum(lengths)
+        return windows.Window("steps", intervals.union(last - lengths, last), intervals.EMPTY, 0, last - lengths, last)
+
+    ms = 1_000_000
+    (note,) = unprofiled.long_steps(recorded(*[30 * ms] * 13, 12_000 * ms), None)
+    assert note.id == "long-steps" and not note.blocks and "1 of the 14 recorded steps took 97% of their time (up to 12,000 ms" in note.message
+    assert unprofiled.long_steps(recorded(*[30 * ms] * 13, 200 * ms), None) == unprofiled.long_steps(recorded(), None) == []
+    waiting = intervals.union([13 * 30 * ms], [13 * 30 * ms + 11_980 * ms])
+    assert unprofiled.long_steps(recorded(*[30 * ms] * 13, 12_000 * ms), waiting) == []         # a burst of input
+
+
 def test_more_steps_are_sampled_where_a_few_are_long():
     assert study_profile.uneven([10] * 7 + [1200]) and not study_profile.uneven([10, 11, 10, 12])
 

@@ -127,6 +127,9 @@ TRACE_PROBLEMS = {
                         "told apart from other host code, so the share of input is not known. Read the loader in the training thread to see it.",
     "other-steps": "The split of a profile is of steps that took much longer, or shorter, than the steps that were timed. Profile once more on a "
     "quiet machine, or with more --steps where steps differ.",
+    "long-steps": "A few of the recorded steps took most of their time, because something happened in them that does not happen in every step (an "
+    "evaluation, an episode of play, a compilation). Verdict and findings are mostly of that; step time and split are not. Profile once more, or with "
+    "more --steps, so that it has the share of the time that it has in the training.",
     "nothing-measured": "The command ended, or could not be followed, before a step was measured, for the reason that stands with it. Nothing is "
     "said of its time.",
     "uneven-input": "On a CPU, the few recorded steps waited for the loader for another time than those that were clocked without a profiler: "

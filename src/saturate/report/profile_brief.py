@@ -11,7 +11,7 @@ from saturate.records.analysis import Profile, Sync
 from saturate.report import analysis_words as say
 from saturate.report import words
 from saturate.report.analysis import BAR, LABEL, Rows, drawn, finished, flow, headline
-from saturate.report.cells import cells, fit
+from saturate.report.cells import cells, fit, wrap
 from saturate.report.paint import MIN_WIDTH, Paint, labelled, paints
 
 #: Findings that are named.
@@ -40,6 +40,8 @@ def brief(profile: Profile, *, width: int, color: bool, blocks: bool = True) -> 
     rows += _findings(profile, room, paint)
     rows += [("problem", fit(problem.message, room)) for problem in profile.integrity.problems
              if problem.blocks and problem.message != profile.unknown.get("verdict")][:1]        # that stands above
+    for problem in profile.integrity.problems:
+        rows += labelled("note", wrap(problem.message, room, 3)) if problem.id == "long-steps" else []       # what stands above is of those
     rows += [("report", words.clean(profile.report))] if profile.report else []
     return finished(headline(profile, width, paint), rows, say.next_command(profile), paint, blocks)
 

@@ -71,7 +71,8 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
         problems += unprofiled.uneven(seen, profiled_ms, recorded_input)
         integrity = msgspec.structs.replace(integrity, problems=problems)
     split_steps = view.count if split is recorded else seen.sample["clocked_steps"] if told else 0
-    integrity = msgspec.structs.replace(integrity, problems=[*integrity.problems, *unprofiled.other_steps(seen.step_ms, split, split_steps)])
+    apart = [*unprofiled.other_steps(seen.step_ms, split, split_steps), *unprofiled.long_steps(view, windows.loader(first, view))]
+    integrity = msgspec.structs.replace(integrity, problems=[*integrity.problems, *apart])
     return Profile(
         **{**{name: getattr(analysis, name) for name in Analysis.__struct_fields__},
            "integrity": integrity, "verdict": rules.verdict(observed), "findings": findings,

@@ -8,11 +8,14 @@ from typing import Any
 from saturate.records.analysis import Problem
 from saturate.records.observations import Observations
 from saturate.study.seen import Seen
+from saturate.trace import intervals, windows
 
 #: Input that differs by more than this share of the step is that of different steps.
 APART = 0.1
 #: So many times as long or as short as those that were timed, steps are others.
 OTHERS = 1.5
+#: A recorded step that works so many times as long as the usual one did more than a step, and is told where such steps take most of the time.
+LONG, MOST = 3.0, 0.5
 
 
 def factor(seen: Seen, profiled_ms: float | None, recorded_input: float | None) -> float:
@@ -51,6 +54,22 @@ def other_steps(step_ms: float | None, split: dict[str, int], steps: int) -> lis
     return [Problem(id="other-steps", blocks=[], message=(
         f"the {steps} steps that the split is of took {split_ms:.1f} ms each, those that were timed {step_ms:.1f} ms: other load on this machine, "
         "a profiler that slows them down, or steps that differ; only shares of the split can be compared with the step"))]
+
+
+def long_steps(view: windows.Window, waiting: intervals.Intervals | None) -> list[Problem]:
+    """A note where most of the recorded time is that of a few steps which did more than the others. What they wait for their input
+    (`waiting`) is told elsewhere: batches may come in bursts."""
+    work_ns = [int(last - first) - (intervals.overlap(waiting, intervals.union([first], [last])) if waiting is not None else 0)
+               for first, last in zip(view.first, view.last)]
+    if not work_ns:
+        return []
+    usual = sorted(work_ns)[len(work_ns) // 2]
+    long = [ns for ns in work_ns if ns > LONG * usual]
+    if sum(long) <= MOST * sum(work_ns):
+        return []
+    return [Problem(id="long-steps", blocks=[], message=(
+        f"{len(long)} of the {len(work_ns)} recorded steps took {sum(long) / sum(work_ns):.0%} of their time (up to {max(long) / 1e6:,.0f} ms, a usual one "
+        f"{usual / 1e6:,.1f} ms): verdict and findings are mostly of what else happened there: an evaluation, an episode of play, a compilation"))]
 
 
 def beside_input(base: Observations, input_share: float) -> Observations:
