@@ -604,6 +604,30 @@ def test_what_the_training_draws_while_a_thread_of_the_script_reads_ahead_is_its
     assert "unused: Awaited" in told(context) and "a thread of the script's own" in capfd.readouterr().err
 
 
+class Counted(cases.Files):
+    """Cannot make item 9, and says how often."""
+
+    failed = 0
+
+    def __getitem__(self, index):
+        if index == 9:
+            self.failed += 1
+            raise ValueError(index)
+        return super().__getitem__(index)
+
+
+def test_after_a_batch_that_could_not_be_made_the_cache_goes_on(root, on, capfd):
+    context = on()
+    batches = iter(torch.utils.data.DataLoader(Counted(root), batch_size=4))
+    for place in range(5):
+        if place == 2:
+            with pytest.raises(ValueError):
+                next(batches)
+        else:
+            next(batches)
+    assert counts(context) == (17, 0) and "changed while it was read" not in capfd.readouterr().err
+
+
 def test_an_item_that_cannot_be_read_any_more_raises_as_it_would(root, on, capfd):
     on()
     dataset = cases.Files(root)

@@ -105,10 +105,12 @@ class Reader:
         """What `dataset.__getitems__(indices)` returns, or a loop over `dataset[index]`."""
         if type(indices) not in (list, tuple, range) or not self._usable():        # a sampler of the script's may hand out what is read once only
             return self._plain(indices)
-        out: list[Any] = self._at_once(indices) if self._together else []
-        while not self._together and len(out) < len(indices):
-            out += self._in_order(indices[len(out):len(out) + self._group])
-        self.left()
+        try:
+            out: list[Any] = self._at_once(indices) if self._together else []
+            while not self._together and len(out) < len(indices):
+                out += self._in_order(indices[len(out):len(out) + self._group])
+        finally:
+            self.left()                     # also where one of them could not be made, and the script goes on with the next batch
         self.store.count(self._read, self._stored)
         self._read = self._stored = 0
         return out
