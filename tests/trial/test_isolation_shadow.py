@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import random
@@ -92,6 +93,28 @@ def test_shadow_behaves_like_a_file_system(tmp_path, seed):
     finally:
         undo()
     assert snapshot(user) == before
+
+
+class _Globber:
+    """As the class behind `Path.glob` of Python 3.13, where something has loaded that before the script."""
+
+    scandir = staticmethod(os.scandir)
+
+
+_Globber.__module__ = "glob"
+
+
+def test_a_class_of_python_s_own_sees_the_shadow(tmp_path, monkeypatch):
+    """`Path.glob` did not find what a trial had written."""
+    monkeypatch.setattr(glob, "_Globber", _Globber, raising=False)
+    (tmp_path / "user").mkdir()
+    undo = redirect.install(tmp_path / "shadow", [])
+    try:
+        (tmp_path / "user" / "a.pt").write_text("x")
+        assert [entry.name for entry in _Globber.scandir(tmp_path / "user")] == ["a.pt"]
+    finally:
+        undo()
+    assert _Globber.scandir is os.scandir and not os.listdir(tmp_path / "user")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from saturate import classheld
 from saturate.agent import rawfile
 from saturate.agent.scan import Entry, Scan
 from saturate.agent.shadow import ORIGINAL, Shadow, error
@@ -49,6 +50,10 @@ def install(root: str | os.PathLike[str], allowed: list[Any], study: str = "") -
         function.__name__ = function.__qualname__ = name
         _like_original(name, function)
         setattr(os, name, function)
+    standing = {id(ORIGINAL[name]): function for name, function in replaced.items() if name in ORIGINAL}
+    held = list(classheld.functions(standing))
+    for kind, name, original in held:
+        setattr(kind, name, staticmethod(standing[id(original)]))
     builtins.open = io.open = patches.builtin_open
     io.FileIO = rawfile.redirected(patches.opener)  # type: ignore[misc, assignment]
     writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True    # beside the source, by functions that are not in `os`
@@ -57,6 +62,8 @@ def install(root: str | os.PathLike[str], allowed: list[Any], study: str = "") -
         global _shadow
         for name in replaced:
             setattr(os, name, ORIGINAL.get(name, _GETCWDB))
+        for kind, name, original in held:
+            setattr(kind, name, staticmethod(original))
         builtins.open = io.open = _io_open
         io.FileIO = _io_fileio  # type: ignore[misc]
         sys.dont_write_bytecode = writes_bytecode

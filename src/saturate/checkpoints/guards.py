@@ -29,11 +29,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from posix import getpid
 from types import ModuleType
 from typing import Any
 
+from saturate import classheld
 from saturate.checkpoints.own_calls import inside, quiet
 from saturate.checkpoints.writer import Failure, Job, Writer
 
@@ -52,9 +53,6 @@ _EXIT_CODE = 120
 #: Modules that keep the functions that they hold: the import system asks these often, and never for checkpoints; who
 #: of our own took a name wants what it was then.
 _LEFT_ALONE = ("posix", "_io", "saturate")
-
-#: Modules of Python's own whose classes hold some of these functions.
-_WITH_CLASSES = ("glob", "pathlib")
 
 #: Modules of Python's own that pass on what one of those makes.
 _PUBLIC = {"posix": "os", "_io": "io"}
@@ -89,7 +87,7 @@ class Guards:
             self._functions[id(original)] = self._asking(original, self._open)
         for module, name, original in holders(self._functions):
             self._set(module, name, self._functions[id(original)])
-        for kind, name, original in _held_by_classes(self._functions):
+        for kind, name, original in classheld.functions(self._functions):
             self._set(kind, name, staticmethod(self._functions[id(original)]))
         self._set(subprocess.Popen, "_execute_child", self._asking(subprocess.Popen._execute_child, self._everything))
         self._set(multiprocessing.process.BaseProcess, "start",
@@ -296,16 +294,6 @@ def holders(ids: Iterable[int]) -> list[tuple[ModuleType, str, Any]]:
     return [(module, name, value) for module in list(sys.modules.values())
             if isinstance(module, ModuleType) and module.__name__.partition(".")[0] not in _LEFT_ALONE
             for name, value in list(vars(module).items()) if id(value) in wanted]
-
-
-def _held_by_classes(ids: Iterable[int]) -> Iterator[tuple[type, str, Any]]:
-    """Classes of Python's own that hold one of these functions: those behind `Path.glob` took theirs when they were made (3.13)."""
-    wanted = frozenset(ids)
-    for module in filter(None, map(sys.modules.get, _WITH_CLASSES)):
-        for kind in [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]:
-            for name, value in list(vars(kind).items()):
-                if isinstance(value, staticmethod) and id(value.__func__) in wanted:
-                    yield kind, name, value.__func__
 
 
 def _caught_signals() -> int:
