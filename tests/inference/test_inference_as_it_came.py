@@ -14,6 +14,7 @@ from quantize_kit import FACTS  # noqa: E402 - after the check for torch
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+from saturate.inference.generation import weights  # noqa: E402
 from saturate.inference.pruning import shrink  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
 from saturate.inference.techniques import _training, magnitude_pruning, qat_dynamic_int8, structured_pruning  # noqa: E402
@@ -106,3 +107,15 @@ def test_training_with_rounding_keeps_the_hooks_of_layers(tmp_path: Path) -> Non
     with torch.no_grad():
         one, other = (context.model(torch.randn(8, 16))[1] for _ in range(2))
     assert not torch.equal(one, other)
+
+
+def test_weights_in_fewer_bits_leave_the_process_as_it_was(tmp_path: Path) -> None:
+    """They are made in the user's own process, where a result generates: its fused encoder layers stayed switched off."""
+    pytest.importorskip("torchao", reason="the extra saturate[inference]")
+    model, fused = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval(), torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(True)
+    try:
+        weights.quantized(torch, model, weights.techniques(torch, model)["torchao-weight-only"][0], tmp_path)
+        assert torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)

@@ -53,7 +53,7 @@ def quantized(torch: Any, model: Any, technique: Any, folder: Path) -> Any:
         threads=torch.get_num_threads(),
     )
     options = variants_of(technique, facts)[0]
-    with _compiler_as_it_was():
+    with _process_as_it_was(torch):
         technique.apply(context, options)
     proof = technique.active(context, options)
     if not proof.active:
@@ -88,12 +88,15 @@ def _version(package: str) -> str | None:
 
 
 @contextmanager
-def _compiler_as_it_was() -> Iterator[None]:
+def _process_as_it_was(torch: Any) -> Iterator[None]:
+    """It may be the user's own. Fused encoder layers are off while layers are exchanged, and do not take such weights anyway."""
     import torch._inductor.config as settings
 
     before = {name: getattr(settings, name) for name in _COMPILER_SETTINGS if hasattr(settings, name)}
+    fused = torch.backends.mha.get_fastpath_enabled()
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
         for name, value in before.items():
             setattr(settings, name, value)
