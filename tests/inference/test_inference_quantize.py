@@ -14,6 +14,7 @@ pytest.importorskip("torchao", reason="needs the extra saturate[inference]")
 
 from quantize_kit import FACTS, VNNI, context, decibels, residual, tokens, transformer  # noqa: E402 - after the check for torch
 
+from saturate.inference.formats import _program  # noqa: E402
 from saturate.inference.techniques import (  # noqa: E402
     _pt2e,
     _qat,
@@ -203,6 +204,40 @@ def test_calibration_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(NotApplied, match="there are no calibration inputs"):
         graph_of(where)
     assert not pt2e_static_int8.eligible(dataclasses.replace(FACTS, calibration_samples=0))
+
+
+def test_batch_norm_without_statistics_of_its_own_is_not_folded(tmp_path: Path) -> None:
+    """torchao looked for what it would fold, and found None."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, track_running_stats=False), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+    where = context(tmp_path, model, torch.randn(4, 3, 6, 6))
+    served, graph = graph_of(where)
+    assert _pt2e.quantized(graph) == 2
+    assert decibels(where.model(*where.inputs[0]), served(*where.inputs[0])) > 25
+
+
+class OtherwiseAlone(nn.Module):
+    """One row goes another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.many, self.one = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        return self.many(x) if x.shape[0] > 1 else self.one(x)
+
+
+def test_sizes_that_the_model_was_not_captured_for_stay_refused(tmp_path: Path) -> None:
+    """The rounded graph, captured once more, was compared with itself: one row was taken, and answered as several are."""
+    where = context(tmp_path, OtherwiseAlone(), torch.randn(4, 16))
+    program = _pt2e.captured(where)
+    assert list(program.signature["ranges"].values()) == [[2, None]]
+    where.model, _ = graph_of(where)
+    again = _program.capture(where)
+    assert list(again.signature["ranges"].values()) == [[1, None]], "which is what has to be narrowed"
+    _pt2e._no_wider(again.signature, program.signature)
+    assert list(again.signature["ranges"].values()) == [[2, None]]
 
 
 def test_the_proof_wants_integer_kernels(tmp_path: Path) -> None:

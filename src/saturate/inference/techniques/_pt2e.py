@@ -163,6 +163,7 @@ def serve(context: Context, technique: str, graph: Any, program: _program.Progra
         fixed = dataclasses.replace(context, facts=dataclasses.replace(context.facts, batch_size=None))
         compiled, package, lowered = _built(fixed, path)
     compiled.signature["parameters"] = program.signature["parameters"]
+    _no_wider(compiled.signature, program.signature)
     context.notes[f"{technique} products"] = str(quantized(graph))
     context.notes[f"{technique} lowered"] = str(lowered)
     context.call = aoti.opened(torch, package, compiled.signature, context.device, program.classes)
@@ -170,6 +171,17 @@ def serve(context: Context, technique: str, graph: Any, program: _program.Progra
     sizes = {size for tensor in compiled.signature["tensors"] for size in tensor["shape"] if isinstance(size, str)}
     words = "other batch sizes too" if sizes else f"batches of shape {compiled.signature['tensors'][0]['shape']} only"
     return f"{quantized(graph)} products rounded to int8, compiled by AOTInductor for {words}"
+
+
+def _no_wider(signature: dict[str, Any], before: dict[str, Any]) -> None:
+    """Sizes within the limits of the program that the graph was made from: that one alone was compared with the model, which may go
+    another way with one row."""
+    for one, other in zip(signature["tensors"], before["tensors"]):
+        for name, known in zip(one["shape"], other["shape"]):
+            limits, narrower = signature["ranges"].get(name), before["ranges"].get(known)
+            if limits is not None and narrower is not None:
+                limits[0] = max(limits[0], narrower[0])
+                limits[1] = min((most for most in (limits[1], narrower[1]) if most is not None), default=None)
 
 
 def _built(context: Context, path: Path) -> tuple[_program.Program, Path, int]:
@@ -301,6 +313,12 @@ def _separate(torch: Any, graph: Any) -> None:
             own.meta["source_fn_stack"] = [(own.name, source) for _, source in product.meta.get("source_fn_stack", ())]
             norm.replace_input_with(product, own)
             product = own
+        if norm.args[3] is None:        # it takes the statistics of each batch, and torchao would look for those to fold
+            with graph.graph.inserting_before(norm):
+                copy = graph.graph.call_function(torch.ops.aten.clone.default, (product,))
+            copy.meta.update(product.meta, source_fn_stack=[(copy.name, "copy")])
+            norm.replace_input_with(product, copy)
+            continue
         for place, value in enumerate(product.args[1:3], start=1):
             if getattr(value, "op", "") != "get_attr" or len(value.users) == 1:
                 continue
