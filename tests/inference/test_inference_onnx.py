@@ -107,6 +107,16 @@ class LogSigmoid(nn.Module):
         return F.logsigmoid(x)
 
 
+class LogAddExp(nn.Module):
+    def forward(self, x):
+        return torch.logaddexp(x, x.flip(1))
+
+
+class LogCumSumExp(nn.Module):
+    def forward(self, x):
+        return torch.logcumsumexp(x, 1)
+
+
 class Tied(nn.Module):
     """One matrix used twice as a product, as a functional layer, and once as an embedding."""
 
@@ -152,6 +162,41 @@ def test_the_logarithm_of_a_sigmoid_is_finite_for_numbers_that_no_input_of_the_s
     onnx_runtime.apply(context, onnx_runtime.Options())
     x = torch.tensor([-1000.0, -104.0, -30.0, -1.0, 0.0, 1.0, 30.0, 1000.0], dtype=dtype).expand(4, 8).contiguous()
     assert torch.allclose(context.call(x), F.logsigmoid(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sum_of_logarithms_is_finite_for_numbers_that_no_input_of_the_search_held(dtype, tmp_path):
+    context = context_of(LogAddExp(), [(torch.randn(4, 8, dtype=dtype),)], tmp_path, dtypes=(str(dtype).removeprefix("torch."),))
+    onnx_runtime.apply(context, onnx_runtime.Options())
+    for values in ([-1000.0, -999.0, -30.0, -1.0, -1.5, 20.0, -1001.0, -1000.0], [1000.0, 90.0, 0.0, 1.0, 1.0, 5.0, 90.0, -1000.0],
+                   [-torch.inf, torch.inf, -torch.inf, 1.0, 2.0, -torch.inf, torch.inf, 3.0]):
+        x = torch.tensor(values, dtype=dtype).expand(4, 8).contiguous()
+        torch.testing.assert_close(context.call(x), torch.logaddexp(x, x.flip(1)))
+
+
+class PooledTo(nn.Module):
+    """Means over as many places as a given number of them makes of the size at hand."""
+
+    def forward(self, x):
+        return F.adaptive_avg_pool2d(x, (3, 4))
+
+
+def test_sizes_that_the_exporter_fixes_are_not_open(tmp_path):
+    """Pooling to a given size is written out for one size, and answered for all others what it is not."""
+    context = context_of(PooledTo(), [(torch.randn(2, 4, 8, 9),), (torch.randn(2, 4, 7, 11),)], tmp_path, varying_shapes=True)
+    with pytest.raises(NotApplied, match=r"sizes are open, and what is made of the program is right where Eq\(.*padded to one size"):
+        onnx_runtime.apply(context, onnx_runtime.Options())
+    context = context_of(PooledTo(), [(torch.randn(2, 4, 8, 9),)], tmp_path)
+    onnx_runtime.apply(context, onnx_runtime.Options())
+    x = torch.randn(5, 4, 8, 9)
+    torch.testing.assert_close(context.call(x), context.model(x))
+
+
+def test_sums_of_logarithms_in_a_row_are_refused(tmp_path):
+    """There is none that is right for all numbers without a loop."""
+    context = context_of(LogCumSumExp(), [(torch.randn(4, 8),)], tmp_path)
+    with pytest.raises(NotApplied, match="logcumsumexp.default as the logarithm of sums that become 0 or infinite"):
+        onnx_runtime.apply(context, onnx_runtime.Options())
 
 
 def test_the_program_answers_like_the_module(words):

@@ -5,6 +5,7 @@
     with_rows, with_one     tensors of other sizes, to try what was captured
     check_open              are the sizes of the plan open in what was captured?
     shapes_and_ranges       the limits of the open sizes, which follow from the guards that torch.export recorded
+    kept_open               are they still open in what was made of the program?
     one_size_only           a guard that failed, in words
 
 Nothing is captured or run here: `_program` does both. Whether a guard holds for all sizes is computed in `_sizes`.
@@ -13,6 +14,7 @@ Nothing is captured or run here: `_program` does both. Whether a guard holds for
 from __future__ import annotations
 
 import bisect
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -100,6 +102,25 @@ def check_open(exported: Any, sizes: Sizes) -> None:
 def shapes_and_ranges(torch: Any, exported: Any, batches: list[list[Any]], sizes: Sizes) -> dict[str, Any]:
     """`tensors` and `ranges` of a signature, as far as they follow from the program. Raises Decided as `_guarded` does."""
     return _as_one(_shapes(exported, _guarded(torch, exported, batches)), sizes)
+
+
+@contextlib.contextmanager
+def kept_open(torch: Any, exported: Any, ranges: dict[str, list[int | None]]) -> Iterator[None]:
+    """Around what takes a captured program apart for another runtime. It may fix sizes by that (pooling to a given size is written out
+    for the size at hand), which torch keeps as guards that nobody looks at. Raises Decided.
+
+    Other guards than equalities are mostly a compiler's reasons for one kernel or another, each of which is right.
+    """
+    sizes = (size for value in _input_values(exported) for size in value.shape if isinstance(size, torch.SymInt))
+    guards = next((size.node.shape_env.guards for size in sizes), [])
+    before = len(guards)
+    yield
+    for guard in guards[before:]:
+        expression = guard.expr     # what it fixes is replaced in what follows, so as it was
+        if type(expression).__name__ != "Equality" or not expression.free_symbols:
+            continue
+        if not _sizes.always(expression, {symbol: (ranges.get(str(symbol)) or [0])[0] for symbol in expression.free_symbols}):
+            raise Decided(f"sizes are open, and what is made of the program is right where {expression} only")
 
 
 def _guarded(torch: Any, exported: Any, batches: list[list[Any]]) -> dict[Any, Any]:

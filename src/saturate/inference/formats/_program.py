@@ -17,8 +17,9 @@ Which sizes stay open, and within which limits, is decided in `_dynamic_shapes`;
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,16 @@ def capture(context: Context, model: Any = None) -> Program:
     if isinstance(problem, structure.NotDescribable):       # with fixed sizes too, where a size in it would be a number
         raise NotApplied(f"the output cannot be stored: {problem}{_without_cache(problem)}") from problem
     raise NotApplied(f"torch.export cannot capture the model: {_dynamic_shapes.one_size_only(problem) or short(problem)}")
+
+
+@contextlib.contextmanager
+def kept_open(torch: Any, program: Program) -> Iterator[None]:
+    """Around what makes a program of another runtime of it. Raises NotApplied where sizes are not open in that any more."""
+    try:
+        with _dynamic_shapes.kept_open(torch, program.exported, program.signature["ranges"]):
+            yield
+    except _dynamic_shapes.Decided as error:
+        raise NotApplied(_dynamic_shapes.one_size_only(error)) from error
 
 
 def _where_they_differ(one: Any, other: Any) -> str:

@@ -38,7 +38,8 @@ def build(context: Context, program: _program.Program, path: Path, configuration
     Raises NotApplied with what the compiler said.
     """
     options = {**(configuration or {}), **weights_in_allocator(context.device)}
-    _compile(context.torch, program.exported, path, options)
+    with _program.kept_open(context.torch, program):
+        _compile(context.torch, program.exported, path, options)
     fixed = _program.fixed(context.torch, program)
     if fixed is not None:
         _compile(context.torch, fixed, _beside(path), options)

@@ -111,11 +111,13 @@ def export(context: Context, model: Any = None) -> Exported:
         foreign = next((kind for kind in kinds if kind.startswith(FOREIGN)), None)
         if foreign is not None:
             raise NotApplied(f"the model {verb} {foreign}, which an ONNX runtime cannot be given, or give back, by numpy")
+    _refuse_wrong(program.exported)
     path = context.folder / "model.onnx"
     names = [f"{files.INPUT}{place}" for place in range(len(program.signature["tensors"]))]
     try:
-        made = torch.onnx.export(program.exported, (), dynamo=True, verbose=False, optimize=False, input_names=names,
-                                 custom_translation_table=_translations(torch))
+        with _program.kept_open(torch, program):
+            made = torch.onnx.export(program.exported, (), dynamo=True, verbose=False, optimize=False, input_names=names,
+                                     custom_translation_table=_translations(torch))
         owners = _owners(made.model.graph)
         made.optimize()
         # An input that is an output as well gave its name to the output.
@@ -132,13 +134,27 @@ def export(context: Context, model: Any = None) -> Exported:
 
 def _translations(torch: Any) -> dict[Any, Any]:
     """Of operators for which the exporter's own translation answers otherwise. The logarithm of a sigmoid that has become 0 is infinite,
-    where the model answers with about the number itself; a sigmoid of what is not negative never does."""
+    where the model answers with about the number itself; a sigmoid of what is not negative never does. So is the logarithm of a sum of
+    two powers of e that have become 0, or infinite."""
     from onnxscript import opset18
 
     def log_sigmoid(x: Any) -> Any:
         return opset18.Sub(opset18.Log(opset18.Sigmoid(opset18.Abs(x))), opset18.Relu(opset18.Neg(x)))
 
-    return {torch.ops.aten.log_sigmoid.default: log_sigmoid}
+    def logaddexp(x: Any, y: Any) -> Any:
+        smaller, larger = opset18.Min(x, y), opset18.Max(x, y)
+        nothing = opset18.CastLike(0.0, x)
+        apart = opset18.Where(opset18.Equal(x, y), nothing, opset18.Sub(smaller, larger))      # infinity less itself is no number
+        return opset18.Add(larger, opset18.Log(opset18.Add(opset18.Exp(apart), opset18.CastLike(1.0, x))))
+
+    return {torch.ops.aten.log_sigmoid.default: log_sigmoid, torch.ops.aten.logaddexp.default: logaddexp}
+
+
+def _refuse_wrong(exported: Any) -> None:
+    """Raise NotApplied for operators whose translation is right for moderate numbers only, and which have no other here."""
+    found = {str(node.target) for node in exported.graph.nodes} & {"aten.logcumsumexp.default"}
+    if found:
+        raise NotApplied(f"the ONNX exporter writes {', '.join(found)} as the logarithm of sums that become 0 or infinite where the model's do not")
 
 
 def _owners(graph: Iterable[Any]) -> dict[str, frozenset[str]]:
