@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import json
 import math
@@ -907,3 +908,14 @@ def test_a_compiled_program_that_is_read_later_must_be_the_one_that_was_checked(
             with pytest.raises(ArtifactDamaged, match="not what it was"):
                 call(torch.zeros(2, 3))
         assert call(torch.zeros(4, 3)).sum() == 12
+
+
+@pytest.mark.parametrize(("decided", "fixes"), [(lambda size: size // 7 == 1, True), (lambda size: size == 12, True), (lambda size: size < 100, False),
+                                                (lambda size: 2 * (size // 2) <= size, False), (lambda size: size // 3 != 17, False)])
+def test_sizes_that_a_compiler_fixes_are_not_open(decided: Any, fixes: bool, tmp_path: Path) -> None:
+    """torch keeps what was decided of an open size as a guard, and a program for all sizes answered others wrongly."""
+    program = _program.capture(context_of(torch.nn.Identity(), [(torch.randn(2, 9),), (torch.randn(2, 12),)], tmp_path, varying_shapes=True, batch_size=2))
+    size = next(node for node in program.exported.graph.nodes if node.op == "placeholder").meta["val"].shape[1]
+    with pytest.raises(NotApplied, match="sizes are open, and what is made of the program is right where") if fixes else contextlib.nullcontext():
+        with _program.kept_open(torch, program):
+            bool(decided(size))
