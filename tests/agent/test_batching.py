@@ -80,6 +80,19 @@ def test_the_order_of_samples_stays(session, workers):
     assert sum(resized, []) == sum(plain, [])
 
 
+def test_batches_that_can_be_read_once_stay_what_they_are(session):
+    """A batch sampler may hand out iterators: they have no length, and the command failed."""
+
+    class Batches(BatchSampler):
+        def __iter__(self):
+            return map(iter, super().__iter__())
+
+    loader = DataLoader(Numbers(6), batch_sampler=Batches(SequentialSampler(range(6)), 2, False))
+    assert read(loader) == [[0, 1], [2, 3], [4, 5]]
+    trains(session, loader, size=4)
+    assert read(loader) == [[0, 1, 2, 3], [4, 5]]
+
+
 def test_drop_last_is_kept(session):
     session.batching.ordered({"size": 8})
     assert [len(batch) for batch in read(DataLoader(Numbers(), 4, drop_last=True))] == [8, 8]

@@ -137,6 +137,7 @@ def test_a_sample_has_one_name_whatever_its_index_is_written_as() -> None:
     for kind in (list, np.array, torch.tensor):
         assert _names(Subset(data, kind(order)), [2, 0]) == [11, 7] == _names(data, [kind(order)[2], kind(order)[0]])
         assert _names(data, kind(order)) == order, "a batch that is cut from it"
+    assert _names(data, range(3)) == [0, 1, 2] and _names(data, iter(order)) == [], "its text would be another one in each process"
     assert _names(data, ["a", (1, 2)]) == _names(data, ["a", (1, 2)]) != _names(data, ["b", (1, 2)])
 
 

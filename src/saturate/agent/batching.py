@@ -269,7 +269,7 @@ class Cutter:
             self._batches = iter(self._sampler)
             self._batching.held += 1
             batch = next(self._batches, None)       # a generator that can be read once gives no more
-        return batch
+        return list(batch) if hasattr(batch, "__next__") else batch
 
     def _holds(self) -> bool:
         """Only for a loader that really trains: batches were read and backward passes followed. Anything else would never

@@ -393,12 +393,14 @@ def _tensors(torch: Any, given: Any) -> Any:
 
 def _names(dataset: Any, indices: Any) -> list[int]:
     """A batch's samples by their index in the dataset; of other keys than integers, by a digest. A number is the same sample whatever
-    its kind: a script may train by a list, and resume by a permutation of numpy or torch."""
+    its kind: a script may train by a list, and resume by a permutation of numpy or torch. None of a batch that is read once only."""
     from torch.utils.data import Subset
 
+    if hasattr(indices, "__next__"):
+        return []
     if getattr(indices, "ndim", 0) == 1 and hasattr(indices, "tolist"):     # a batch sampler may cut a tensor or an array
         indices = indices.tolist()
-    listed = list(indices) if isinstance(indices, (list, tuple)) else [indices]
+    listed = list(indices) if isinstance(indices, (list, tuple, range)) else [indices]
     while isinstance(dataset, Subset):          # "the rest of the epoch" is one: what counts is the dataset behind it
         listed, dataset = [dataset.indices[index] for index in listed], dataset.dataset
     return [_name(index) for index in listed[:MOST_SAMPLES]]
