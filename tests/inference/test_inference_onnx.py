@@ -192,6 +192,22 @@ def test_sizes_that_the_exporter_fixes_are_not_open(tmp_path):
     torch.testing.assert_close(context.call(x), context.model(x))
 
 
+class Chunks(nn.Module):
+    def forward(self, x):
+        return torch.cat(x.chunk(3, 3)[::-1], 3)
+
+
+def test_a_graph_that_the_exporter_cannot_tidy_up_is_refused_by_name(tmp_path):
+    """Splitting an open size ended its optimizer, which raises an error of another library than the export."""
+    context = context_of(Chunks(), [(torch.randn(2, 4, 9, 11),), (torch.randn(2, 4, 12, 8),)], tmp_path, varying_shapes=True)
+    try:
+        onnx_runtime.apply(context, onnx_runtime.Options())
+    except NotApplied as refusal:
+        assert "the ONNX exporter: " in str(refusal)
+    else:
+        torch.testing.assert_close(context.call(*context.inputs[0]), context.model(*context.inputs[0]))
+
+
 def test_sums_of_logarithms_in_a_row_are_refused(tmp_path):
     """There is none that is right for all numbers without a loop."""
     context = context_of(LogCumSumExp(), [(torch.randn(4, 8),)], tmp_path)

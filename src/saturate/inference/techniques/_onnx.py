@@ -112,6 +112,8 @@ def export(context: Context, model: Any = None) -> Exported:
         if foreign is not None:
             raise NotApplied(f"the model {verb} {foreign}, which an ONNX runtime cannot be given, or give back, by numpy")
     _refuse_wrong(program.exported)
+    from onnx_ir.passes import PassError
+
     path = context.folder / "model.onnx"
     names = [f"{files.INPUT}{place}" for place in range(len(program.signature["tensors"]))]
     try:
@@ -126,7 +128,7 @@ def export(context: Context, model: Any = None) -> Exported:
             value.name = f"output_{place}"
         for value, name in zip(made.model.graph.inputs, names, strict=True):
             value.name = name
-    except torch.onnx.OnnxExporterError as error:
+    except (torch.onnx.OnnxExporterError, PassError) as error:
         raise NotApplied(f"the ONNX exporter: {_cause(error)}") from error
     made.save(path, external_data=context.facts.parameter_bytes > files.LARGE_BYTES)
     return Exported(path, program.signature, program.classes, owners)
