@@ -26,6 +26,15 @@ def loss_of(m=None): return (((m or model)(x) - y) ** 2).mean()
 
 #: name -> (source, tokens of one step, forwards of the outermost modules in one step)
 LOOPS = {
+    "a schedule that is drawn first": ("""
+opt = torch.optim.SGD(model.parameters(), lr=1e-4)
+drawn = torch.optim.Adam(torch.nn.Linear(1, 1).parameters())
+scheduler = torch.optim.lr_scheduler.LambdaLR(drawn, lambda step: 1 / (1 + step))
+for _ in range(2000):
+    drawn.step(); scheduler.step()
+while True:
+    loss_of().backward(); opt.step(); opt.zero_grad()
+""", ["B", "S0"], 1),
     "plain": ("""
 opt = torch.optim.SGD(model.parameters(), lr=1e-3)
 while True:

@@ -291,6 +291,15 @@ def test_a_split_of_steps_that_were_others_says_so():
     assert unprofiled.other_steps(None, split, 10) == unprofiled.other_steps(10.0, {}, 0) == []
 
 
+def test_a_trace_of_nothing_has_no_profile(monkeypatch):
+    from saturate.trace.columns import Trace
+
+    empty = Trace(source="trace.json", kind="kineto", names=[], threads=[], signatures=[], devices={})
+    monkeypatch.setattr(diagnose, "read", lambda path: empty)
+    request = Request(argv=["python"], cwd=Path.cwd(), environment={}, directory=Path.cwd())
+    assert diagnose.diagnose(request, Seen(facts=facts(), traces=[Path("trace.json")], sample=SAMPLE), frozenset()) is None
+
+
 def test_recorded_time_that_is_mostly_of_a_few_long_steps_is_told():
     numpy = pytest.importorskip("numpy")
     from saturate.trace import intervals, windows

@@ -85,3 +85,9 @@ class Optimizers:
         if not self.held.get(name):     # nothing lives any more that a successor could hold as well
             self.held.pop(name, None)
             self.roles.pop(name, None)
+
+
+def changes_nothing(optimizer: Any) -> bool:
+    """Whether a step of it does nothing: it is one of torch's own, which read gradients, and holds none."""
+    own = getattr(type(optimizer).step, "__module__", "").startswith("torch.optim.")
+    return own and all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])

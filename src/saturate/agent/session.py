@@ -32,7 +32,7 @@ from saturate.agent import (
     timeline,
 )
 from saturate.agent.guest import Guest
-from saturate.agent.optimizers import Optimizers
+from saturate.agent.optimizers import Optimizers, changes_nothing
 from saturate.data import batches
 from saturate.techniques import _common
 
@@ -298,6 +298,8 @@ class Session(Guest):
             if graphs.ends_what_is_seen(self):
                 self.guard(graphs.captured_update, self)
             return
+        if not self.backwards and self.guard(changes_nothing, optimizer):
+            return      # a script that draws its schedule of learning rates before it trains
         if self.splitting:
             self._add_part("optimizer", self._began)
         self.optimizers.count(optimizer)

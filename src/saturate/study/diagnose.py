@@ -41,11 +41,17 @@ _LEAST_SAMPLES = 10
 _MOST_SYNCS, _MOST_LINES, _MOST_MODULES = 20, 5, 100
 
 
-def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile:
-    """The profile of one run. `known`: the ids of techniques that exist here. Raises TraceError."""
+#: Where `diagnose` has no answer.
+EMPTY = "no operator ran in the steps that were recorded"
+
+
+def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile | None:
+    """The profile of one run; None where the trace holds nothing. `known`: the ids of techniques that exist here. Raises TraceError."""
     traces = [unheard.told(read(path), seen.facts.device) for path in seen.traces]
     first = traces[0]
     analysis = analyze.analyze(traces, seen.ceilings)
+    if not windows.devices(first):
+        return None
     device = windows.devices(first)[0]
     launches = launching_calls(first)
     view = windows.window(first, device, launches)

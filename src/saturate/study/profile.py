@@ -86,6 +86,8 @@ def _finished(study: Study, seen: Seen | None) -> Profile:
         return nothing(study.request, reason, _following(study))
     study.say("reading the trace")
     found = diagnose.diagnose(study.request, seen, _applicable(study, seen.facts))
+    if found is None:
+        return nothing(study.request, diagnose.EMPTY, _following(study))
     found = msgspec.structs.replace(found, report=str(study.report_path))
     try:
         durable.replace_text(study.folder / "profile.json", encoded(trim.without_values(found)))
@@ -229,7 +231,7 @@ def glance(study: Study, live: Live, facts: Facts, reached: dict[str, Any]) -> l
         for trace in seen.traces:
             trace.unlink()              # `profile` keeps it; here it only steers the search
     if found is None:
-        study.notes.append(f"the baseline was not diagnosed: {seen.record.get('problem')}")
+        study.notes.append(f"the baseline was not diagnosed: {seen.record.get('problem') or diagnose.EMPTY}")
         return []
     for finding in found.findings[:3]:
         study.say(f"diagnosis: {finding.title}" + (f", worth {words.bound(finding.bound)}" if finding.bound else ""))
