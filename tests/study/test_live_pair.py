@@ -115,7 +115,7 @@ def test_where_two_at_once_lose_they_start_one_by_one(pace: Pace | None, bench: 
 
 
 @pytest.mark.parametrize(("step_s", "startup_s", "crowded", "loses"), [
-    (0.7, 9.0, True, True), (0.7, 9.0, False, False), (0.016, 2.5, True, False), (0.7, 60.0, True, False),
+    (0.7, 9.0, True, True), (0.7, 9.0, False, False), (0.0074, 2.6, True, True), (0.004, 2.5, True, False), (0.7, 400.0, True, False),
 ])
 def test_what_two_at_once_lose_is_weighed_against_a_start(step_s: float, startup_s: float, crowded: bool, loses: bool) -> None:
     assert Pace(step_s, startup_s, crowded).loses(benches.FIRST_STEPS) is loses

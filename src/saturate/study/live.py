@@ -11,9 +11,9 @@ from saturate.records.result import TrialRecord
 from saturate.study.candidates import Set, key
 from saturate.trial.process import Trial, TrialEnded
 
-#: How much slower a step is beside another process of its kind where both have all cores (measured: minGPT on two cores), and
-#: about how many steps a process runs before its first gate.
-SPINNING, FIRST_STEPS = 8, 5
+#: How many times as long a step takes beside another process of its kind where both have all cores (measured on two: minGPT 8, a small
+#: GPT 96, an LSTM 144), and about how many steps a process runs before its first gate.
+SPINNING, FIRST_STEPS = 100, 5
 
 T = TypeVar("T")
 
