@@ -41,7 +41,7 @@ MAY_USE = {
     "techniques": {"torch", "torchao"},
     "checkpoints": {"torch"},
     "data": {"torch", "numpy", "pyarrow", "PIL", "nvidia"},
-    "inference": {"torch", "torchao", "numpy", "cloudpickle", "msgspec", "onnx", "onnxruntime", "onnxscript", "tensorrt",
+    "inference": {"torch", "torchao", "numpy", "cloudpickle", "msgspec", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "tensorrt",
                   "torch_tensorrt", "transformers"},
     "measure": set(),
     "verify": set(),

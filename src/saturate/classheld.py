@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 #: Modules whose classes do so.
-_MODULES = ("glob", "pathlib")
+_MODULES = ("glob",)
 
 
 def functions(ids: Iterable[int]) -> Iterator[tuple[type, str, Any]]:

@@ -251,6 +251,21 @@ def test_an_optimizer_that_another_thread_takes_away_ends_no_step():
     assert session.stepping == [1]
 
 
+def test_nobody_waits_for_an_optimizer_that_only_drew_a_schedule():
+    """A script may keep it: each of its trials would wait 200 steps for it, or 20 s."""
+    class Optimizer:
+        """Of any kind."""
+
+    drawn, other = Optimizer(), Optimizer()
+    optimizers = Optimizers()
+    for built in (drawn, other):
+        optimizers.add_built(built)
+    optimizers.drew(drawn)
+    assert optimizers.waiting()
+    optimizers.name(other)
+    assert not optimizers.waiting()
+
+
 def test_weights_that_are_computed_are_not_asked_for_gradients(recwarn):
     """A module may hold some in place of its parameters, as in meta-learning: torch warns of each that is asked."""
     torch = pytest.importorskip("torch")

@@ -114,3 +114,15 @@ def test_a_snapshot_that_fails_is_left_once_the_device_writes_into_it_no_more(mo
     with pytest.raises(RuntimeError, match="new thread"):
         staging.stage(torch, [("data/0", tensor, 16)], arena, 64)
     assert log == ["failed", "waited"]
+
+
+def test_copies_that_were_begun_are_waited_for_where_a_later_one_fails():
+    def fails(source, non_blocking):
+        raise KeyboardInterrupt
+
+    runtime, copied = Runtime(), []
+    staged = staging.Staged(types.SimpleNamespace(pin=lambda device: None), [])
+    places = [types.SimpleNamespace(copy_=lambda source, non_blocking: copied.append(source)), types.SimpleNamespace(copy_=fails)]
+    with pytest.raises(KeyboardInterrupt):
+        staging._from_device(types.SimpleNamespace(cuda=runtime), staged, [(place, Source()) for place in places])
+    assert copied and staged.event is not None

@@ -583,12 +583,14 @@ class Awaited(cases.Files):
         return super().__getitem__(index)
 
 
-def test_what_the_training_draws_while_a_thread_of_the_script_reads_ahead_is_its_own(root, on, capfd):
+@pytest.mark.parametrize("begins", [False, True], ids=["a pass that was begun", "a pass of its own"])
+def test_what_the_training_draws_while_a_thread_of_the_script_reads_ahead_is_its_own(root, on, capfd, begins):
     """As prefetching loaders in scripts do. It was taken for what items draw, and taken back: the same dropout twice."""
 
     def drawn():
         seed()
-        batches = iter(torch.utils.data.DataLoader(Awaited(root), batch_size=4))
+        batches = torch.utils.data.DataLoader(Awaited(root), batch_size=4)
+        batches = batches if begins else iter(batches)
         reading = threading.Thread(target=lambda: list(batches))
         reading.asked, reading.drawn = threading.Event(), threading.Event()
         reading.start()

@@ -126,5 +126,5 @@ def test_a_step_that_the_script_captures_is_captured(technique, capfd):
         model(x).square().mean().backward()
     graph.replay()
     assert all(torch.allclose(p.grad, gradient, rtol=1e-3, atol=1e-6) for p, gradient in zip(model.parameters(), wanted))
-    assert capfd.readouterr().err.count("in a CUDA graph that it captures") == 1
+    assert capfd.readouterr().err.count("while the script captures a CUDA graph") == 1
     context.undo()

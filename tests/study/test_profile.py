@@ -309,11 +309,12 @@ def test_recorded_time_that_is_mostly_of_a_few_long_steps_is_told():
         return windows.Window("steps", intervals.union(last - lengths, last), intervals.EMPTY, 0, last - lengths, last)
 
     ms = 1_000_000
-    (note,) = unprofiled.long_steps(recorded(*[30 * ms] * 13, 12_000 * ms), None)
+    (note,) = unprofiled.long_steps(recorded(*[30 * ms] * 13, 12_000 * ms), None, windows.CPU)
     assert note.id == "long-steps" and not note.blocks and "1 of the 14 recorded steps took 97% of their time (up to 12,000 ms" in note.message
-    assert unprofiled.long_steps(recorded(*[30 * ms] * 13, 200 * ms), None) == unprofiled.long_steps(recorded(), None) == []
+    assert unprofiled.long_steps(recorded(*[30 * ms] * 13, 200 * ms), None, windows.CPU) == unprofiled.long_steps(recorded(), None, windows.CPU) == []
     waiting = intervals.union([13 * 30 * ms], [13 * 30 * ms + 11_980 * ms])
-    assert unprofiled.long_steps(recorded(*[30 * ms] * 13, 12_000 * ms), waiting) == []         # a burst of input
+    assert unprofiled.long_steps(recorded(*[30 * ms] * 13, 12_000 * ms), waiting, windows.CPU) == []         # a burst of input
+    assert unprofiled.long_steps(recorded(*[15 * ms] * 4, 440 * ms), None, 0) == [], "the last step waits for what was queued in all"
 
 
 def test_more_steps_are_sampled_where_a_few_are_long():

@@ -139,14 +139,23 @@ def beside(*arguments):
 
 def test_a_start_beside_another_is_not_compared_with_one_alone():
     """Two trainings that both want all cores took 8.7 s to start at once, 2.5 s alone: a recipe was said to start faster than the baseline."""
-    plain, tuned = [started([], 2.6, 0.0), beside([], 8.7, 0.0)], [started(["compile"], 3.0, 0.0), beside(["compile"], 9.3, 0.0)]
-    assert of_compile([*plain, *tuned]) == (plain[:1], tuned[:1])
-    assert of_compile([*plain, tuned[1]]) == (plain[1:], tuned[1:])
-    assert of_compile([plain[0], tuned[1]]) == (plain[:1], tuned[1:]), "nothing else is known"
+    alone, both = [started([], 2.6, 0.0), started([], 2.8, 0.0)], [beside([], 8.7, 0.0), beside([], 8.8, 0.0)]
+    tuned = [started(["compile"], 3.0, 0.0), beside(["compile"], 9.3, 0.0)]
+    assert of_compile([*alone, *both, *tuned]) == (alone, tuned[:1])
+    assert of_compile([*alone, *both, tuned[1]]) == (both, tuned[1:])
+    assert of_compile([*both, tuned[0]]) == (both[:1], tuned[:1]), "nothing is known that is like it: the shortest"
     found = study()
     found.final, found.search.kept = SimpleNamespace(a_ms=11.0, b_ms=10.0), (SimpleNamespace(label=lambda: "compile"),)
-    found.store = SimpleNamespace(trials=lambda: [*plain, tuned[0]])
-    assert starts.break_even(found) == 400, "0.4 s of start, 1 ms a step"
+    found.store = SimpleNamespace(trials=lambda: [*alone, *both, tuned[0]])
+    assert starts.break_even(found) == 300, "0.3 s of start, 1 ms a step"
+
+
+def test_the_first_start_of_a_study_is_not_what_a_recipe_is_compared_with():
+    """It may have found nothing in the caches of the machine: a recipe that compiles for 20 s was said to pay back at once."""
+    first, both = started([], 40.0, 0.0), [beside([], 8.0, 0.0)] * 4
+    assert of_compile([first, *both, beside(["compile"], 9.0, 0.0)])[0] == both
+    assert of_compile([first, *both, started(["compile"], 5.0, 0.0)])[0] == both[:1]
+    assert of_compile([started([], 8.0, None), *both, started(["compile"], 5.0, 0.0)])[0] == both[:1], "steps that never were steady tell nothing"
 
 
 def test_what_comes_before_the_steady_state_is_told_beside_it():

@@ -958,8 +958,8 @@ def test_where_a_copy_goes(args, kwargs, expected):
 @pytest.fixture
 def copying(monkeypatch):
     """pin-memory on, with pinned memory and copies to CUDA that are made up: what each copy was told, and how a loader makes a batch."""
-    calls, plain = [], torch.zeros(1)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: calls.append(kwargs), raising=False)
+    calls, places, plain = [], [], torch.zeros(1)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: (calls.append(kwargs), places.append(args)), raising=False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device=None: self.clone())
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self is not plain)
     context = Context(torch)
@@ -969,7 +969,7 @@ def copying(monkeypatch):
         next(iter(torch.utils.data.DataLoader(Dataset())))
         return torch.utils.data._utils.pin_memory.pin_memory({"images": [torch.ones(2)], "label": (torch.ones(2), "text")})
 
-    yield types.SimpleNamespace(context=context, calls=calls, plain=plain, batch=batch)
+    yield types.SimpleNamespace(context=context, calls=calls, places=places, plain=plain, batch=batch)
     context.undo()
     assert not hasattr(torch.utils.data._utils.pin_memory.pin_memory, "__wrapped__")
 
@@ -1008,6 +1008,12 @@ def test_what_the_script_copies_without_blocking_itself_is_watched_as_well(copyi
     assert copying.calls == [{"non_blocking": 0 < number <= 2} for number in range(5)]
     proof = proof_of_pinning(copying.context)
     assert not proof.active and "writes to a batch" in proof.evidence
+
+
+def test_that_is_so_where_it_is_given_by_position(copying):
+    for _ in range(2):
+        copying.batch()["label"][0].to("cuda", torch.float32, True)
+    assert copying.places == [("cuda", torch.float32, False), ("cuda", torch.float32, True)] and copying.calls == [{}, {}]
 
 
 @pytest.mark.parametrize("first", [0, 2])

@@ -22,6 +22,7 @@ class Optimizers:
         self.moved_to: set[str] = set()                         # those that techniques act on, or did
         self.counts: dict[int, int] = {}                        # steps by the optimizer's id
         self.counts_before: dict[int, int] = {}                 # the same at the latest gate
+        self._drew: dict[int, weakref.ref[Any]] = {}            # those with which the script drew a schedule, by id
         self._names: dict[int, str] = {}
         self._named = 0
         self._crowded = 64                                      # as many are looked through for dead ones
@@ -48,10 +49,15 @@ class Optimizers:
         """Those that were built and are still there."""
         return [optimizer for reference in self.built if (optimizer := reference()) is not None]
 
+    def drew(self, optimizer: Any) -> None:
+        """It made a step that changed nothing, before anything was trained: nobody need wait for one that does."""
+        self._drew.setdefault(id(optimizer), weakref.ref(optimizer))
+
     def waiting(self) -> bool:
         """Whether one that was built has not stepped yet."""
-        stepped = {id(optimizer) for optimizer in self.living()}
-        return any(id(optimizer) not in stepped for optimizer in self.constructed())
+        known = {id(optimizer) for optimizer in self.living()}
+        known |= {id(optimizer) for reference in self._drew.values() if (optimizer := reference()) is not None}
+        return any(id(optimizer) not in known for optimizer in self.constructed())
 
     def name(self, optimizer: Any) -> tuple[str, bool]:
         """Its name, and whether it is a new one; it counts as the latest that stepped."""

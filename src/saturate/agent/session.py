@@ -299,7 +299,8 @@ class Session(Guest):
                 self.guard(graphs.captured_update, self)
             return
         if not self.backwards and self.guard(changes_nothing, optimizer):
-            return      # a script that draws its schedule of learning rates before it trains
+            self.optimizers.drew(optimizer)     # a script that draws its schedule of learning rates before it trains
+            return
         if self.splitting:
             self._add_part("optimizer", self._began)
         self.optimizers.count(optimizer)

@@ -7,7 +7,7 @@ while the host goes on, and the streams that a training computes on wait for tha
 so no later write, an optimizer's or any other, can reach a copy. Nothing has to be guessed about who writes when: a
 hook before the optimizer's step would miss weights that are swapped for an evaluation, or clipped by hand.
 
-Untested without a GPU: the side stream (`_from_device`).
+Without a GPU, the side stream (`_from_device`) is tested with a CUDA runtime that is made up.
 """
 
 from __future__ import annotations
@@ -147,13 +147,14 @@ def _from_device(torch: Any, staged: Staged, remote: list[tuple[Any, Any]]) -> N
     side = torch.cuda.Stream(device)
     side.wait_stream(current)
     with torch.cuda.device(device), torch.cuda.stream(side):        # by itself, leaving the stream would make a context on the current device
-        for place, source in remote:
-            if source.device == device:
-                place.copy_(source, non_blocking=True)
-    event = staged.event = side.record_event()
-    staged.at_home = torch.cuda.device(device)
+        try:
+            for place, source in remote:
+                if source.device == device:
+                    place.copy_(source, non_blocking=True)
+        finally:                # also where one cannot be begun: those before it may be under way
+            staged.event, staged.at_home = side.record_event(), torch.cuda.device(device)
     for stream in {current, torch.cuda.default_stream(device)}:
-        stream.wait_event(event)
+        stream.wait_event(staged.event)
     for place, source in remote:
         if source.device != device:
             place.copy_(source)

@@ -88,12 +88,13 @@ class Reader:
         self._thread = threading.get_ident()
 
     def elsewhere(self) -> bool:
-        """Whether another thread asks for items than the one that began the pass: a script reads ahead of its training so. What that
-        draws meanwhile would be taken for what items draw, and be taken back."""
-        if threading.get_ident() != self._thread and not self.off:
+        """Whether another thread asks for items than the main one, or than the one that began the pass: a script reads ahead of its training
+        so. What that draws meanwhile would be taken for what items draw, and be taken back."""
+        own = threading.get_ident() == self._thread and threading.current_thread() is threading.main_thread()
+        if not own and not self.off:
             self.off = "a thread of the script's own asks for its items"
             say(f"{self.off}: they come from the dataset itself")
-        return threading.get_ident() != self._thread
+        return not own
 
     def item(self, index: Any) -> Any:
         """`dataset[index]`. Where a dataset also has `__getitems__`, that is what was looked at, and this is not

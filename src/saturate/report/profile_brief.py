@@ -40,8 +40,8 @@ def brief(profile: Profile, *, width: int, color: bool, blocks: bool = True) -> 
     rows += _findings(profile, room, paint)
     rows += [("problem", fit(problem.message, room)) for problem in profile.integrity.problems
              if problem.blocks and problem.message != profile.unknown.get("verdict")][:1]        # that stands above
-    for problem in profile.integrity.problems:
-        rows += labelled("note", wrap(problem.message, room, 3)) if problem.id == "long-steps" else []       # what stands above is of those
+    for problem in filter(lambda one: one.id == "long-steps", profile.integrity.problems):      # what stands above is of those
+        rows += labelled("note", wrap(problem.message, room, 3))
     rows += [("report", words.clean(profile.report))] if profile.report else []
     return finished(headline(profile, width, paint), rows, say.next_command(profile), paint, blocks)
 

@@ -77,7 +77,7 @@ def diagnose(request: Request, seen: Seen, known: frozenset[str]) -> Profile | N
         problems += unprofiled.uneven(seen, profiled_ms, recorded_input)
         integrity = msgspec.structs.replace(integrity, problems=problems)
     split_steps = view.count if split is recorded else seen.sample["clocked_steps"] if told else 0
-    apart = [*unprofiled.other_steps(seen.step_ms, split, split_steps), *unprofiled.long_steps(view, windows.loader(first, view))]
+    apart = [*unprofiled.other_steps(seen.step_ms, split, split_steps), *unprofiled.long_steps(view, windows.loader(first, view), device)]
     integrity = msgspec.structs.replace(integrity, problems=[*integrity.problems, *apart])
     return Profile(
         **{**{name: getattr(analysis, name) for name in Analysis.__struct_fields__},

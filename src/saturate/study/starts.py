@@ -16,16 +16,21 @@ Trials = list[dict[str, Any]]
 
 
 def comparable(study: Study, techniques: Set) -> tuple[Trials, Trials]:
-    """The timed starts of the baseline, and of this very set. Two trainings that start at once on the same cores take many times as long
-    as one, so what started alone is compared with what did, where both have such a start, or else what started beside another."""
+    """Starts of the baseline and of this very set that can be compared: two trainings that start at once on the same cores take several
+    times as long as one. The study's first start, which may have found nothing in the machine's caches, is one of several or none;
+    where there is nothing else, the baseline's shortest: then a recipe pays back later than it may, not sooner."""
     labels = {candidate.label() for candidate in techniques}
     timed = [trial for trial in study.store.trials() if trial["startup_s"] is not None]
-    both = [trial for trial in timed if not trial["techniques"]], [trial for trial in timed if set(trial["techniques"]) == labels]
-    for beside in (False, True):
-        plain, tuned = ([trial for trial in trials if trial.get("beside", False) is beside] for trials in both)
-        if plain and tuned:
-            return plain, tuned
-    return both
+    plain = [trial for trial in timed if not trial["techniques"]]
+    plain = [trial for trial in plain if trial.get("settling_s") is not None] or plain
+    tuned = [trial for trial in timed if set(trial["techniques"]) == labels]
+    if not labels:
+        return plain, plain
+    for beside, least in ((False, 2), (True, 1)):
+        both = [[trial for trial in trials if trial.get("beside", False) is beside] for trials in (plain, tuned)]
+        if len(both[0]) >= least and both[1]:
+            return both[0], both[1]
+    return sorted(plain, key=lambda trial: trial["startup_s"])[:1], tuned
 
 
 def step_time(step_ms: float | None, trials: Trials) -> StepTime:
@@ -62,7 +67,7 @@ def why_no_break_even(study: Study, steps: int | None) -> str:
 def break_even(study: Study) -> int | None:
     """Steps until the recipe has paid for its slower start, the first time on a machine with cold caches.
 
-    Starts vary from run to run, so medians over all trials of either kind are compared. The steps of a warm-up train as well: it costs
+    Starts vary from run to run, so medians are compared, of starts that can be (see `comparable`). The steps of a warm-up train as well: it costs
     what they took longer than those after it. Compiling is paid once where a cache keeps it; its cold cost is the longest that any
     trial of these techniques took.
     """

@@ -56,12 +56,13 @@ def other_steps(step_ms: float | None, split: dict[str, int], steps: int) -> lis
         "a profiler that slows them down, or steps that differ; only shares of the split can be compared with the step"))]
 
 
-def long_steps(view: windows.Window, waiting: intervals.Intervals | None) -> list[Problem]:
+def long_steps(view: windows.Window, waiting: intervals.Intervals | None, device: int) -> list[Problem]:
     """A note where most of the recorded time is that of a few steps which did more than the others. What they wait for their input
-    (`waiting`) is told elsewhere: batches may come in bursts."""
+    (`waiting`) is told elsewhere: batches may come in bursts. Not where a device computes: the host queues its steps in no time, and the
+    last recorded one waits for all."""
     work_ns = [int(last - first) - (intervals.overlap(waiting, intervals.union([first], [last])) if waiting is not None else 0)
                for first, last in zip(view.first, view.last)]
-    if not work_ns:
+    if not work_ns or device != windows.CPU:
         return []
     usual = sorted(work_ns)[len(work_ns) // 2]
     long = [ns for ns in work_ns if ns > LONG * usual]

@@ -118,7 +118,7 @@ class Guard:
             if parametrize._cache_enabled:      # a chunk would compute weights for those after it, without a graph
                 return self._as_it_is(asked, "within torch.nn.utils.parametrize.cached()")
             if _common.capturing(torch):        # no generator's state can be read there, and nothing that fails can be made up for
-                return self._as_it_is(asked, "in a CUDA graph that it captures")
+                return self._as_it_is(asked, "while the script captures a CUDA graph")
             inputs = _trees.tensors((*args, *kwargs.values()), tensor)
             if self.policy.runs_whole(tuple(one.shape for one in inputs)):
                 return self._as_written(asked, inputs)

@@ -37,7 +37,8 @@ is a hash of the dataset's code, the environment variables that it reads, its at
 files are checked again when a pass begins: up to 100,000 files, those with the endings of the files that Python opened to make some items.
 Pictures and arrays are stored as bytes, never pickled.
 
-Where a script reads ahead in a thread of its own, items come from the dataset: what the training draws meanwhile would be taken for what items draw.
+Where a thread of the script's own reads, items come from the dataset: it may read ahead of a training, and what that draws meanwhile would be taken
+for what items draw.
 
 In trials, samples are stored before they are asked for, so that a warm cache is measured. In runs, forked helpers go through the
 epoch's order ahead of the training, which itself makes what is not stored yet. They have their own positions in open files. Datasets that

@@ -150,19 +150,21 @@ def _copying(context: Any, name: str, copied: _Copied) -> Any:
 
     @functools.wraps(original)
     def copy(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = kwargs.get("non_blocking")      # None: not said
+        place = next((at for at, argument in enumerate(args) if isinstance(argument, bool)), None)      # where it is given by position
+        asked = kwargs.get("non_blocking") if place is None else args[place]                            # None: not said
         if (
             (asked is None or asked)
             and (name == "cuda" or to_cuda(torch, args, kwargs))
             and not torch.compiler.is_compiling()
-            and not any(isinstance(argument, bool) for argument in args)        # given by position
             and self.device.type == "cpu"
             and getattr(self, PINNED, False)
             and not self.is_inference()         # it does not tell who writes to it
             and self.is_pinned()
         ):
             at_once = copied.may_return_at_once(self)
-            if at_once or asked:        # from memory that was not pinned, the copy waited all the same
+            if place is not None:
+                args = (*args[:place], at_once, *args[place + 1:])
+            elif at_once or asked:      # from memory that was not pinned, the copy waited all the same
                 kwargs["non_blocking"] = at_once
             if at_once and pending:
                 pending.clear()

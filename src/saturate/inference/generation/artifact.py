@@ -81,7 +81,7 @@ def store(torch: Any, folder: Path, given: Given, recipe: Recipe, request: Reque
     row = CandidateRecord(
         id=record.id, techniques=[{"id": record.id, "options": asdict(recipe)}], numerics=record.numerics,
         fate=record.fate, reason=record.reason, speedup=record.speedup, code=f"# {record.id}")
-    given_examples = [(torch.tensor([prompt]),) for prompt, _ in examples]
+    given_examples = [(torch.tensor([prompt], device="cpu"),) for prompt, _ in examples]
     with folders.scratch("saturate-generation-") as program:
         for name, module in modules.items():
             try:
@@ -133,7 +133,7 @@ class Program:
         request = Request(max_new_tokens, known.sampling, known.eos)
         batches = shapes.batches(shapes.as_lists(prompts, self._given.model), self.batch_size)
         loop = self.served(batches[0], request).loop
-        return [self._torch.tensor(row) for run in loop.generate_all(batches, request) for row in run.tokens]
+        return [self._torch.tensor(row, device="cpu") for run in loop.generate_all(batches, request) for row in run.tokens]
 
 
 def program(torch: Any, folder: Path, settings: dict[str, Any], model: Any = None, draft: Any = None, inference: bool = False) -> Program:

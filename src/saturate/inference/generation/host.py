@@ -175,7 +175,7 @@ class Yard:
         self._torch, self._given, self._memory_bytes = torch, given, memory_bytes
         self.source = None
         if folder is not None:
-            blank = [(torch.zeros(1, dtype=torch.long),)]
+            blank = [(torch.zeros(1, dtype=torch.long, device="cpu"),)]
             self.source = Source.write(folder / "source", given.module(torch), blank, blank)
             self._folder = folder
 

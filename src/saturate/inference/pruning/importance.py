@@ -36,7 +36,7 @@ class _Sums:
 
     def total(self, by_index: Callable[[Slot], Any], change: Callable[[Any], Any]) -> Any:
         """Over the slots, of `change(sums per class)`."""
-        return sum((change(self.of(slot, by_index(slot))).cpu() for slot in self._where), self._torch.zeros(self.count))
+        return sum((change(self.of(slot, by_index(slot))).cpu() for slot in self._where), self._torch.zeros(self.count, device="cpu"))
 
 
 def magnitude(torch: Any, leaves: Sequence[Leaf], groups: Sequence[Group]) -> list[Any]:
@@ -166,7 +166,7 @@ def _heard(listeners: Sequence[_Listener]) -> dict[int, Any]:
 
 
 def _signs(torch: Any, tensor: Any, generator: Any) -> Any:
-    drawn = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8)
+    drawn = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8, device="cpu")
     return (drawn * 2 - 1).to(tensor.device)
 
 
