@@ -129,7 +129,7 @@ def test_what_is_known_of_optimizers_that_are_gone_does_not_grow():
     """One for every step, as in inner loops and test-time adaptation: each is named, takes the first one's part, and is forgotten."""
     torch = pytest.importorskip("torch")
     session = Session(torch, {"mode": "run", "techniques": [], "step": {"token": "S0", "count": 1, "tokens": ["B", "S0"]}})
-    session.phase = "active"
+    session.phase, session.backwards = "active", 1
     model = torch.nn.Linear(2, 1)
     for number in range(300):
         models = [model] if number < 200 else [torch.nn.Linear(2, 1)]       # then a model for every step, too

@@ -95,5 +95,5 @@ class Optimizers:
 
 def changes_nothing(optimizer: Any) -> bool:
     """Whether a step of it does nothing: it is one of torch's own, which read gradients, and holds none."""
-    own = getattr(type(optimizer).step, "__module__", "").startswith("torch.optim.")
-    return own and all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
+    module = getattr(getattr(type(optimizer), "step", None), "__module__", None) or ""
+    return module.startswith("torch.optim.") and all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])

@@ -298,7 +298,7 @@ class Session(Guest):
             if graphs.ends_what_is_seen(self):
                 self.guard(graphs.captured_update, self)
             return
-        if not self.backwards and self.guard(changes_nothing, optimizer):
+        if not (self.backwards or self.backward_captured) and self.guard(changes_nothing, optimizer):
             self.optimizers.drew(optimizer)     # a script that draws its schedule of learning rates before it trains
             return
         if self.splitting:
