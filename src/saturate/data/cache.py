@@ -109,7 +109,6 @@ class Caches:
             return
         if reader is None or reader.off:
             return
-        reader.begins()
         iterator._dataset = CachedDataset(reader)
         sampler, threads = iterator._index_sampler, 1 if loader.num_workers else self.torch.get_num_threads()
         if not foreseeable(sampler):

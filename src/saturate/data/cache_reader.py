@@ -80,21 +80,16 @@ class Reader:
         self._began, self._spent_s, self._looking_s = time.perf_counter(), 0.0, 0.0
         self._read = self._stored = 0
         self._uneven = False                    # whether a batch of items that differ in size was made again and compared
-        self.begins()
         self._alone, self._group = False, 1     # whether items are made one by one; how many are made together
 
-    def begins(self) -> None:
-        """A pass begins, by this thread."""
-        self._thread = threading.get_ident()
-
     def elsewhere(self) -> bool:
-        """Whether another thread asks for items than the main one, or than the one that began the pass: a script reads ahead of its training
-        so. What that draws meanwhile would be taken for what items draw, and be taken back."""
-        own = threading.get_ident() == self._thread and threading.current_thread() is threading.main_thread()
-        if not own and not self.off:
+        """Whether another thread than the main one asks for items: a script reads ahead of its training so. What that draws meanwhile
+        would be taken for what items draw, and be taken back."""
+        found = threading.current_thread() is not threading.main_thread()
+        if found and not self.off:
             self.off = "a thread of the script's own asks for its items"
             say(f"{self.off}: they come from the dataset itself")
-        return not own
+        return found
 
     def item(self, index: Any) -> Any:
         """`dataset[index]`. Where a dataset also has `__getitems__`, that is what was looked at, and this is not
