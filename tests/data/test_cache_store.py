@@ -69,16 +69,22 @@ def test_kill_at_any_byte_leaves_whole_samples(tmp_path):
     chance = random.Random(0)
     store = made(tmp_path)
     for turn in range(40):
-        def write(turn=turn):
+        reader, writer = os.pipe()
+
+        def write(turn=turn, writer=writer):
             order = random.Random(turn)
             while True:
                 index = order.randrange(200)
                 store.put(index, [record(index)])
+                os.write(writer, b".")
 
         child = forked(write)
+        os.close(writer)
+        assert os.read(reader, 1)       # not killed before it had its turn, as on a busy machine
         time.sleep(chance.uniform(0.0, 0.004))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(reader)
         whole(attach(store.path, KEY, 200))
     assert whole(attach(store.path, KEY, 200)) > 0
     assert attach(store.path, KEY, 200).put(0, [record(0)])     # no lock outlives who held it
