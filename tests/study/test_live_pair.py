@@ -98,15 +98,37 @@ def test_what_times_its_own_start_starts_alone(bench: Bench) -> None:
     alone = SimpleNamespace(module=SimpleNamespace(TECHNIQUE=SimpleNamespace(starts_alone=True)))
     bench.check_memory = lambda techniques: None                # type: ignore[method-assign]
     plain = bench.live
-    bench.live = lambda purpose, techniques: plain(purpose, ())     # type: ignore[method-assign]
+    bench.live = lambda purpose, techniques, started: plain(purpose, ())     # type: ignore[method-assign]
     for live in bench.live_pair("a", (), "b", (alone,)):            # type: ignore[arg-type]
         bench.finish_live(live)
     assert done == ["cold a", "start a", "warm a", "cold b", "start b", "warm b"]
 
 
-@pytest.mark.parametrize("pace", [None, Pace(0.7, 9.0, crowded=True)])
-def test_where_two_at_once_lose_they_start_one_by_one(pace: Pace | None, bench: Bench) -> None:
+def test_where_two_trainings_at_once_lose_they_start_together_and_train_in_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two trainings on all of two cores took 64 s each to their first gate, side by side; alone it took 9 s."""
+    bench.pace = Pace(0.7, 9.0, crowded=True)
+    plain = bench.warm
+
+    def slow(cold: Any) -> Any:
+        if cold.purpose == "a":
+            time.sleep(3.0)         # the second has started by then
+        return plain(cold)
+
+    monkeypatch.setattr(bench, "warm", slow)
+    done = watched(bench)
+    began = time.monotonic()
+    first, second = bench.live_pair("a", (), "b", ())
+    took_s = time.monotonic() - began
+    assert done == ["start a", "start b", "cold a", "warm a", "cold b", "warm b"]
+    held_s = second.hello["held_ns"] / 1e9
+    assert first.hello["held_ns"] == 0 and held_s > 0.5
+    assert 0 < second.startup_s <= took_s - held_s, "what it was held for is no part of its start"
+    for live in (first, second):
+        bench.finish_live(live)
+
+
+@pytest.mark.parametrize("pace", [None, Pace(9.0, 9.0, crowded=True)])
+def test_where_the_steps_take_most_of_the_time_they_start_one_by_one(pace: Pace | None, bench: Bench) -> None:
     bench.pace = pace
     done = watched(bench)
     for live in bench.live_pair("a", (), "b", ()):
@@ -114,11 +136,12 @@ def test_where_two_at_once_lose_they_start_one_by_one(pace: Pace | None, bench: 
     assert done == ["cold a", "start a", "warm a", "cold b", "start b", "warm b"]
 
 
-@pytest.mark.parametrize(("step_s", "startup_s", "crowded", "loses"), [
-    (0.7, 9.0, True, True), (0.7, 9.0, False, False), (0.0074, 2.6, True, True), (0.004, 2.5, True, False), (0.7, 400.0, True, False),
+@pytest.mark.parametrize(("step_s", "startup_s", "crowded", "order"), [
+    (0.7, 9.0, True, "in turn"), (0.7, 9.0, False, "side by side"), (0.0074, 2.6, True, "in turn"), (0.004, 2.5, True, "side by side"),
+    (0.7, 400.0, True, "side by side"), (9.0, 9.0, True, "one by one"), (9.0, 9.0, False, "side by side"),
 ])
-def test_what_two_at_once_lose_is_weighed_against_a_start(step_s: float, startup_s: float, crowded: bool, loses: bool) -> None:
-    assert Pace(step_s, startup_s, crowded).loses(benches.FIRST_STEPS) is loses
+def test_what_two_at_once_lose_is_weighed_against_a_start(step_s: float, startup_s: float, crowded: bool, order: str) -> None:
+    assert Pace(step_s, startup_s, crowded).order(benches.FIRST_STEPS) == order
 
 
 @pytest.mark.parametrize(("device", "threads", "ranks", "cores", "crowded"), [
@@ -131,8 +154,10 @@ def test_processes_are_crowded_where_their_threads_outnumber_the_cores(
     assert baseline.pace(facts, 2.0) == Pace(0.01, 2.0, crowded)
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize(("a", "b", "side"), [("crashes", "", "a"), ("", "crashes", "b"), ("", "active_raises", "b")])
-def test_the_other_is_ended_when_one_fails(a: str, b: str, side: str, bench: Bench, tmp_path: Path) -> None:
+def test_the_other_is_ended_when_one_fails(a: str, b: str, side: str, in_turn: bool, bench: Bench, tmp_path: Path) -> None:
+    bench.pace = Pace(0.7, 9.0, crowded=in_turn)
     sets = [(candidate(tmp_path, name),) if name else () for name in (a, b)]
     with pytest.raises(TrialEnded) as ended:
         bench.live_pair("a", sets[0], "b", sets[1])
@@ -141,7 +166,9 @@ def test_the_other_is_ended_when_one_fails(a: str, b: str, side: str, bench: Ben
     assert not bench.living and {trial["outcome"] for trial in bench.store.trials()} == {failed, "ok"}
 
 
-def test_both_are_started_again_where_the_first_isolation_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_both_are_started_again_where_the_first_isolation_is_refused(in_turn: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.pace = Pace(0.7, 9.0, crowded=in_turn)
     said: list[str] = []
     bench.say = said.append
     plain = Trial.wait_ready
@@ -259,7 +286,9 @@ def in_order(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def test_verification_runs_are_recorded_two_at_a_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_verification_runs_are_recorded_two_at_a_time(in_turn: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.pace = Pace(0.1, 9.0, crowded=in_turn)
     alone, together = Verifier(bench), Verifier(bench, at_once=2)
     done = in_order(alone, monkeypatch)
     alone._prepare(*RUNS)
@@ -356,7 +385,8 @@ def test_verification_runs_at_once_need_memory_for_them_and_the_frozen_baseline(
     free = Pace(0.01, 9.0, crowded=False)
     assert runs("cuda", 16, free) == holds
     assert runs("cuda", 4, free) == runs("cpu", 16, free) == min(2, holds), "starting takes cores, and so does training on a CPU"
-    for lost in (None, Pace(0.1, 9.0, crowded=True)):
+    assert runs("cpu", 2, Pace(0.1, 9.0, crowded=True)) == min(2, holds), "they start together, and train in turn"
+    for lost in (None, Pace(1.0, 9.0, crowded=True)):
         assert runs("cuda", 16, lost) == 1
 
 

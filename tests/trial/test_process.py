@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 from pathlib import Path
 
 import pytest
 
-from saturate.agent import application
+from saturate.agent import application, turn
 from saturate.trial import endings, launch, meter, process
 from saturate.trial.launch import Chosen
 from saturate.trial.outcome import LastWords
@@ -52,6 +53,45 @@ def test_a_gate_reports_events_losses_and_parameters(script, start) -> None:
     assert len(trial.losses) == 52                      # those of later updates are not kept
     second = trial.run_block(0, 5)
     assert len(trial.losses) == 52 and second.moved
+
+
+BY_HAND = TRAIN.replace("optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)", "").replace(
+    "optimizer.step(); optimizer.zero_grad()", """with torch.no_grad():
+        for value in model.parameters(): value -= 1e-2 * value.grad; value.grad = None""")
+
+
+@pytest.mark.parametrize(("source", "step", "before"), [
+    (TRAIN, STEP, "    for _ in range(2)"), (BY_HAND, {"token": "B", "count": 2, "tokens": ["B", "B"]}, "    with torch.no_grad"),
+])
+def test_one_that_is_held_trains_only_when_it_is_waited_for(source: str, step: dict[str, object], before: str, script, start) -> None:
+    source = source.replace("model =", "print('starts', flush=True)\nmodel =").replace(before, "    print('trains', flush=True)\n" + before)
+    trial = start(str(script(source)), step=step, held=True)
+    end = time.monotonic() + 60.0
+    while "starts" not in trial.output() and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(3.0)
+    assert "starts" in trial.output() and "trains" not in trial.output()
+    hello = trial.wait_ready()
+    assert "trains" in trial.output() and hello["held_ns"] > 0
+    assert 0 < trial.first_gate_s <= time.monotonic() - trial.started - hello["held_ns"] / 1e9
+
+
+def test_one_that_is_held_can_be_ended_and_outlives_no_controller(script, start, tmp_path: Path) -> None:
+    trial = start(str(script(TRAIN)), step=STEP, held=True)
+    time.sleep(1.0)
+    assert trial.stop().kind == "ok"
+    path = tmp_path / "turn"
+    code = f"import sys, time; from pathlib import Path; from saturate.trial.turn import Turn; turn = Turn(Path({str(path)!r})); print(1, flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert holder.stdout.read(1) == b"1"
+    waiter = threading.Thread(target=turn.wait, args=(str(path),), daemon=True)
+    waiter.start()
+    waiter.join(0.2)
+    assert waiter.is_alive()
+    holder.kill()
+    holder.wait()
+    waiter.join(30.0)
+    assert not waiter.is_alive()
 
 
 def test_waiting_for_a_core_is_not_blamed_on_the_workloads_clock(script, start, monkeypatch) -> None:
@@ -130,7 +170,7 @@ def test_an_agent_that_fails_is_reported_at_once(script, start, tmp_path: Path) 
     source = Path(__file__).resolve().parents[2] / "src" / "saturate" / "techniques" / "gc_freeze.py"
     text = source.read_text(encoding="utf-8").replace('id="gc-freeze"', 'id="spoils"')
     body = """
-        from saturate.agent import application
+        from saturate.agent import application, turn
 
         def broken(session):
             raise RuntimeError("agent broken on purpose")

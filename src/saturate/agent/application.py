@@ -138,6 +138,7 @@ def hello_of(session: Any) -> dict[str, Any]:
         "step": {"token": session.step.token, "count": session.step.count, "tokens": list(session.step.tokens)},
         "motif": session.inspection.describe(),
         "steps_so_far": session.steps_seen,
+        "held_ns": session.held_ns,
         "device": session.context.device,
         "applied": [{"id": entry["id"], "problem": problem} for entry, problem in session.applied],
         "changes": session.context.changes,

@@ -16,7 +16,7 @@ def start(plan: dict[str, Any]) -> dict[str, Callable[[Any], None]]:
     `early` (true: techniques that must act before memory is taken do so in a verification run, too) and `early_facts` (a path:
     what is known before the first training forward is written there): see `agent.early`; `device_limit_bytes`; `ended` (the
     beginning of a path: what was seen by a process that trained and ended before the gate is written there); `inherited` (see
-    `agent.observe`).
+    `agent.observe`); `turn` (a path: see `agent.turn`).
     """
     callbacks: dict[str, Callable[[Any], None]] = {"torch": lambda torch: _on_torch(torch, plan)}
     if plan.get("redirect"):

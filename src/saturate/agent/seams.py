@@ -168,19 +168,20 @@ def _evaluation(session: Any, torch: Any) -> None:
 
 
 def _signs(session: Any, torch: Any) -> None:
-    _sign(session, torch.optim.Optimizer, session.constructs)
+    _sign(session, torch.optim.Optimizer)
     if torch.distributed.is_available():
         _sign_of_group(session, torch)
 
 
-def _sign(session: Any, owner: Any, notice: Any) -> None:
+def _sign(session: Any, owner: Any) -> None:
     original = owner.__init__
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         session.signs_of_training()
-        notice(self)
-        original(self, *args, **kwargs)
+        session.constructs(self)
+        original(self, *args, **kwargs)         # what it imports first takes as long as torch itself
+        session.take_turn()
 
     replace(session, owner, "__init__", init)
 

@@ -124,6 +124,8 @@ class Session(Guest):
         self.applied: list[tuple[dict[str, Any], str]] = []
         self.told: set[str] = set()             # what the user of a `run` was told
         self._woke = 0
+        self._turn = plan.get("turn")           # see `agent.turn`; None: it is this process's, or was
+        self.held_ns = 0                        # how long it was waited for
         self._began: timeline.Mark = None       # of the part of the step that is under way
         self._collecting = 0
 
@@ -182,6 +184,17 @@ class Session(Guest):
 
             watchdog.leave()
 
+    def take_turn(self) -> None:
+        """Just before this process begins to train: it has built an optimizer, or runs its first backward pass."""
+        if self._turn is None or self.asleep:
+            return
+        from saturate.agent import turn
+
+        path, self._turn, began = self._turn, None, _CLOCK()
+        self.guard(turn.wait, path)
+        self.held_ns = _CLOCK() - began
+        self._woke += self.held_ns
+
     def loader_arguments(self, loader: Any, init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments to build a DataLoader with, after techniques rewrote them."""
         if self.asleep or not self.context.loader_rewrites:
@@ -221,6 +234,7 @@ class Session(Guest):
     def backward_begins(self, tensors: Any = ()) -> None:
         if self.phase in ("asleep", "discover"):
             self.signs_of_training()
+        self.take_turn()
         if self.capture is not None and not self.asleep:
             self.guard(self.capture.sees_graph, self.torch, tensors)
         self._began = self.mark()

@@ -251,11 +251,11 @@ def pace(facts: Facts, startup_s: float) -> Pace:
 
 
 def at_once(study: Study, mode: str, pace: Pace | None) -> int:
-    """How many verification runs are to be recorded at once, while the baseline that screening races share stands frozen.
+    """How many verification runs are to be started at once, while the baseline that screening races share stands frozen.
     What they record needs memory too, as much as one more; and under a limit each may need all of it."""
     facts = study.facts
     assert facts is not None
-    if mode != "concurrent" or study.request.limit_bytes is not None or pace is None or pace.loses(UPDATES):
+    if mode != "concurrent" or study.request.limit_bytes is not None or pace is None or pace.order(UPDATES) == "one by one":
         return 1
     most = MOST_AT_ONCE_ON_CPU
     if facts.device != "cpu":

@@ -19,7 +19,7 @@ from saturate.records.facts import Evidence
 from saturate.records.result import TrialRecord
 from saturate.study import sources
 from saturate.study.candidates import Set, merging
-from saturate.study.live import FIRST_STEPS, Cold, Live, Pace, on_side, queues, timed_losses
+from saturate.study.live import FIRST_STEPS, Cold, Live, Order, Pace, on_side, queues, timed_losses
 from saturate.study.peaks import Peaks
 from saturate.study.rates import Window, differ, rate
 from saturate.study.store import Store
@@ -90,8 +90,8 @@ class Bench:
 
     # -- starting --------------------------------------------------------------------------------------------------
 
-    def start(self, purpose: str, techniques: Set, capture: dict[str, Any] | None = None) -> Trial:
-        """A fresh process group. Raises TrialEnded when it does not come up."""
+    def start(self, purpose: str, techniques: Set, capture: dict[str, Any] | None = None, held: bool = False) -> Trial:
+        """A fresh process group. `held`: it trains only when it is waited for. Raises TrialEnded when it does not come up."""
         self._count += 1
         identity = f"t{self._count:03d}"
         run_dir = self.folder / identity
@@ -108,7 +108,7 @@ class Bench:
             id=identity, purpose=purpose, folder=run_dir, techniques=[c.chosen() for c in techniques],
             step=self.step, capture=capture, cage=plan.to_json(), redirect=plan.redirect, environment=plan.environment,
             plan={**self.agent_plan, **self._memory_plan(run_dir, techniques, capture is not None)},
-            limit_bytes=self.peaks.allowed(techniques) if capture is None else None,
+            limit_bytes=self.peaks.allowed(techniques) if capture is None else None, held=held,
             **(self._patience(techniques, capture) if techniques != self.reference else {}),
         )
         try:
@@ -185,9 +185,9 @@ class Bench:
             return {"early_facts": str(run_dir / EARLY_FACTS)}
         return {} if verifies and not self.starved else {"device_limit_bytes": limit, "early": True}
 
-    def live(self, purpose: str, techniques: Set) -> Live:
+    def live(self, purpose: str, techniques: Set, started: Trial | None = None) -> Live:
         """A trial, warm and frozen. Raises TrialEnded."""
-        return self.warm(self.cold(purpose, techniques))
+        return self.warm(self.cold(purpose, techniques, started))
 
     def cold(self, purpose: str, techniques: Set, started: Trial | None = None) -> Cold:
         """A trial at its first gate. Raises TrialEnded."""
@@ -201,27 +201,35 @@ class Bench:
         return Cold(purpose, trial, techniques, hello, beside=started is not None and self.pace is not None and self.pace.crowded)
 
     def live_pair(self, purpose_a: str, a: Set, purpose_b: str, b: Set) -> tuple[Live, Live]:
-        """Two trials, warm and frozen. They start side by side where that is sooner, for nothing of a start is compared, and warm
+        """Two trials, warm and frozen. They start together where that is sooner, for nothing of a start is compared, and warm
         up one by one.
 
         Raises TrialEnded of either, whose `side` is "a" or "b"; the other is ended then.
         """
-        alone = self.pace is None or self.pace.loses(FIRST_STEPS) or any(one.module.TECHNIQUE.starts_alone for one in (*a, *b))
+        order = self.order(FIRST_STEPS, (*a, *b))
         with contextlib.ExitStack() as otherwise:
             cold: list[Cold] = []
-            if not alone:
-                started = [self.start(purpose_a, a), self.start(purpose_b, b)]
+            started: list[Trial] | list[None] = [None, None]
+            if order != "one by one":
+                started = [self.start(purpose_a, a), self.start(purpose_b, b, held=order == "in turn")]
                 for trial, techniques in zip(started, (a, b)):
                     otherwise.callback(self.abandon, trial, techniques)
+            if order == "side by side":
                 for side, purpose, techniques, trial in zip("ab", (purpose_a, purpose_b), (a, b), started):
                     cold.append(on_side(side, partial(self.cold, purpose, techniques, trial)))
                     otherwise.callback(self.abandon, cold[-1].trial, techniques)       # another one if its cage was refused
                 on_side("b", cold[1].trial.freeze)
-            first = on_side("a", partial(self.warm, cold[0]) if cold else partial(self.live, purpose_a, a))
+            first = on_side("a", partial(self.warm, cold[0]) if cold else partial(self.live, purpose_a, a, started[0]))
             otherwise.callback(self.abandon, first.trial, a)
-            second = on_side("b", partial(self.warm, cold[1]) if cold else partial(self.live, purpose_b, b))
+            second = on_side("b", partial(self.warm, cold[1]) if cold else partial(self.live, purpose_b, b, started[1]))
             otherwise.pop_all()
         return first, second
+
+    def order(self, steps: int, techniques: Set) -> Order:
+        """In which order processes of these techniques start, which train so many steps each."""
+        if self.pace is None or any(one.module.TECHNIQUE.starts_alone for one in techniques):
+            return "one by one"
+        return self.pace.order(steps)
 
     def abandon(self, trial: Trial, techniques: Set) -> None:
         """End a trial unless that has been done."""

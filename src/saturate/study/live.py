@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from saturate.records.facts import Evidence
 from saturate.records.result import TrialRecord
@@ -15,21 +15,30 @@ from saturate.trial.process import Trial, TrialEnded
 #: GPT 96, an LSTM 144), and about how many steps a process runs before its first gate.
 SPINNING, FIRST_STEPS = 100, 5
 
+#: A process that has started is held back for no longer than so many starts take: what it has opened is not to time out.
+HELD = 4
+
+Order = Literal["side by side", "in turn", "one by one"]
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What of the baseline tells whether two processes at once win anything. `crowded`: together they have more threads that
+    """What of the baseline tells how several processes start soonest. `crowded`: together they have more threads that
     compute than there are cores. Then threads that wait for each other spin on the cores that the others need."""
 
     step_s: float
     startup_s: float
     crowded: bool
 
-    def loses(self, steps: int) -> bool:
-        """Whether so many steps of both at once take longer than starting one after the other would."""
-        return self.crowded and SPINNING * steps * self.step_s > self.startup_s
+    def order(self, steps: int) -> Order:
+        """Of processes that train so many steps each: side by side where nothing is in the way; where so many steps of all at once take
+        longer than starting one after the other would, they start together and train in turn; one by one where the steps take most of
+        the time."""
+        if not self.crowded or SPINNING * steps * self.step_s <= self.startup_s:
+            return "side by side"
+        return "in turn" if steps * self.step_s <= HELD * self.startup_s else "one by one"
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ import msgspec
 from saturate.records.result import NumericsCurve
 from saturate.study.bench import Bench
 from saturate.study.candidates import Set, key, merging, ordered, weakest
-from saturate.study.live import on_side, timed_losses
+from saturate.study.live import Order, on_side, timed_losses
 from saturate.trial.process import Trial, TrialEnded
 from saturate.verify import compare as comparison
 from saturate.verify.deviation import FIRST_ACTING
@@ -295,9 +296,13 @@ class Verifier:
         """Record what is not known of these, if several can be recorded at a time; otherwise each has its turn when it is asked for."""
         if self.at_once > 1:
             missing = [run for run in runs if not self._known(run)]
-            at_once = 1 if any(member.module.TECHNIQUE.starts_alone for run in missing for member in run.techniques) else self.at_once
+            alone = self._order(missing) == "one by one"
+            at_once = 1 if alone else self.at_once
             for first in range(0, len(missing), at_once):
                 self._record(*missing[first:first + at_once])
+
+    def _order(self, runs: Iterable[Run]) -> Order:
+        return self.bench.order(UPDATES, tuple(member for run in runs for member in run.techniques))
 
     def _capture(self, run: Run) -> dict[str, Any]:
         """What the agent is told to record."""
@@ -307,11 +312,12 @@ class Verifier:
         }
 
     def _record(self, *runs: Run) -> None:
-        """In fresh processes, all at once."""
+        """In fresh processes, which start together."""
+        in_turn = self._order(runs) == "in turn"
         with contextlib.ExitStack() as otherwise:
-            started = []
+            started: list[Trial] = []
             for run in runs:
-                started.append(self.bench.start(_purpose(run), run.techniques, self._capture(run)))
+                started.append(self.bench.start(_purpose(run), run.techniques, self._capture(run), held=in_turn and bool(started)))
                 otherwise.callback(self.bench.abandon, started[-1], run.techniques)
             for run, begun in zip(runs, started):
                 trial = on_side("a" if run.techniques == self.reference else "b", partial(self._finished, run, begun))

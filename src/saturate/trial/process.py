@@ -51,6 +51,7 @@ from saturate.trial.outcome import (
     with_defeat,
     with_exception,
 )
+from saturate.trial.turn import Turn
 
 #: A workload that keeps printing (tokenising, downloading) is not hung, but it is not waited for longer than this many
 #: times the silence that would be a hang.
@@ -102,6 +103,7 @@ class TrialSpec:
     limit_bytes: int | None = None           # a trial whose peak is above it is ended: "over_limit"
     until: float = math.inf                  # time.monotonic: by then it is at a gate again, or it is ended: "not_in_time"
     least_s: float = 0.0                     # but for so long it is waited for in any case
+    held: bool = False                       # it starts, but trains only when it is waited for (see `agent.turn`)
 
 
 @dataclass(frozen=True)
@@ -173,11 +175,13 @@ class Trial:
         spec.folder.mkdir(parents=True, exist_ok=True)
         self.log = spec.folder / "output.log"
         self.server = GateServer(name, token)
+        self._turn = Turn(spec.folder / "turn") if spec.held else None
+        turn = {"turn": str(self._turn.path)} if self._turn else {}
         plan = spec.folder / "plan.json"
         plan.write_text(launch.plan_text(
             "verify" if spec.capture else "trial", spec.techniques,
             socket=name, token=token, step=spec.step, capture=spec.capture, redirect=spec.redirect,
-            ended=str(spec.folder / "ended"), inherited=launch.inherited(workload.environment), **spec.plan,
+            ended=str(spec.folder / "ended"), inherited=launch.inherited(workload.environment), **turn, **spec.plan,
         ), encoding="utf-8")
         hashing = launch.hashing(workload.environment, spec.capture)
         environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques, hashing)
@@ -188,6 +192,7 @@ class Trial:
                 "cwd": str(workload.cwd), "environment": environment, "log": str(self.log),
                 "stdin": stdin, "stdin_offset": offset, "cage": spec.cage})
         except BaseException:
+            self._give_turn()
             self.server.close()
             raise
         self.server.supervisor = self.supervisor.pid
@@ -195,14 +200,18 @@ class Trial:
     # -- waiting -------------------------------------------------------------------------------------------------
 
     def wait_ready(self, patience_s: float = math.inf) -> dict[str, Any]:
-        """Wait for the first gate of all ranks, no longer than `patience_s` even if the workload prints; returns rank 0's greeting."""
+        """Wait for the first gate of all ranks, no longer than `patience_s` even if the workload prints; returns rank 0's greeting.
+        One that is held has its turn now."""
+        self._give_turn()
         gates = self._wait_gate(patience_s)
         hello = self.server.hello()
         assert hello is not None    # a gate comes after a greeting
         self.steps = hello["steps_so_far"]
         # Its own clock, for who was waited for later than it came; it may say what it likes, but not that it came afterwards.
         now = time.monotonic()
-        self.first_gate_s = min(now, max(self.started, hello["t_ns"] / 1e9)) - self.started
+        came = min(now, max(self.started, hello["t_ns"] / 1e9))
+        held_s = min(hello["held_ns"] / 1e9, self._turn.given_at - self.started) if self._turn and self._turn.given_at else 0.0
+        self.first_gate_s = max(0.0, came - self.started - held_s)
         self._note_peak(gates)
         return hello
 
@@ -356,6 +365,10 @@ class Trial:
         """TCP ports that the workload asked for by number and listens on."""
         return ports.asked_for(self.supervisor.pid)
 
+    def _give_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.give()
+
     # -- freezing ------------------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
@@ -419,6 +432,7 @@ class Trial:
         """See `supervised.end`."""
         self.thaw()
         report = supervised.end(self.supervisor, self.spec.folder, f"SATURATE_PLAN={self.spec.folder / 'plan.json'}", grace_s)
+        self._give_turn()
         self.server.close()
         redaction.hide_secrets_in(self.log, self.workload.environment)      # it stays in the study's folder
         return report
