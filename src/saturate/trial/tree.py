@@ -87,8 +87,8 @@ def _is_helper(pid: int) -> bool:
     return any(name in words for name in _HELPERS)
 
 
-#: How long the processes of one level are waited for at a time: one in uninterruptible sleep must not leave those below it running.
-_LEVEL_S = 0.02
+#: How long one in uninterruptible sleep is waited for before those below it are stopped: it may wait for one of them (vfork).
+_ASLEEP_S = 0.02
 
 
 def freeze(pid: int, timeout_s: float = 20.0) -> bool:
@@ -104,17 +104,17 @@ def freeze(pid: int, timeout_s: float = 20.0) -> bool:
             return False
         level = children(pid)
         while level:
-            _stop(level, min(deadline, time.monotonic() + _LEVEL_S))
+            _stop(level, deadline)
             level = [child for process in level for child in children(process)]
     return True
 
 
-def _stop(processes: list[int], until: float) -> None:
-    """Wait until they stand still, or until then."""
-    moving = _moving(processes)
+def _stop(processes: list[int], deadline: float) -> None:
+    """Wait until they stand still, however long they wait for a core in which to do so; or sleep where no signal reaches them."""
+    moving, awaited = _moving(processes), time.monotonic() + _ASLEEP_S
     for process in moving:
         _signal(process, signal.SIGSTOP)
-    while moving and time.monotonic() < until:
+    while moving and (now := time.monotonic()) < deadline and not (now > awaited and all(state(process) == "D" for process in moving)):
         time.sleep(1e-4)
         moving = _moving(moving)
 
