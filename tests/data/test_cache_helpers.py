@@ -24,6 +24,7 @@ torch = pytest.importorskip("torch")
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cache_cases as cases  # noqa: E402
+from waiting import until  # noqa: E402
 
 from saturate import ranks  # noqa: E402
 from saturate.agent.context import Context  # noqa: E402
@@ -49,6 +50,7 @@ def context(tmp_path, monkeypatch):
     monkeypatch.delenv(dataset_cache.AHEAD, raising=False)
     monkeypatch.setattr(cache_ahead, "PATIENCE_S", 0.0)
     monkeypatch.setattr(cache_helpers, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(cache_helpers, "_LEAST_PRIORITY", 0)    # beside other load, they would have a hundredth of a core
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     context = Context(torch)
     dataset_cache.apply(context, dataset_cache.Options())
@@ -97,14 +99,6 @@ def told(context):
 def gone(pids):
     """Ended; whoever adopted them may not have waited for them yet."""
     return all(not os.path.exists(f"/proc/{pid}") or " Z " in Path(f"/proc/{pid}/stat").read_text() for pid in pids)
-
-
-def until(true, seconds=60):
-    """Helpers have their turn last: how long they take for anything is the machine's affair."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.01)
 
 
 def reader_of(context):
@@ -163,20 +157,36 @@ def test_a_short_pass_and_a_warm_one_have_none(root, context, helpers, monkeypat
     assert not helpers
 
 
-def test_a_pass_that_is_left_takes_its_helpers_along(root, context, helpers):
-    iterator = iter(loader(cases.Files(root)))
+class Endless(cases.Files):
+    """Its helpers are at work until they are ended. The process that looks at the dataset beforehand is none."""
+
+    pid = os.getpid()
+
+    def __getitem__(self, index):
+        while os.getpid() != self.pid and not os.environ.get("LOOKING"):
+            time.sleep(60)
+        return super().__getitem__(index)
+
+
+def endless(root, monkeypatch):
+    """An iterator whose helpers have begun."""
+    with monkeypatch.context() as patched:
+        patched.setenv("LOOKING", "1")
+        iterator = iter(loader(Endless(root)))
     for _ in range(4):
         next(iterator)
+    return iterator
+
+
+def test_a_pass_that_is_left_takes_its_helpers_along(root, context, helpers, monkeypatch):
+    iterator = endless(root, monkeypatch)
     assert helpers and not gone(helpers[0])
     del iterator
     assert gone(helpers[0])
 
 
-def test_a_script_that_waits_for_its_children_does_not_meet_them(root, context, helpers):
-    of = loader(cases.Files(root))
-    iterator = iter(of)
-    for _ in range(4):
-        next(iterator)
+def test_a_script_that_waits_for_its_children_does_not_meet_them(root, context, helpers, monkeypatch):
+    iterator = endless(root, monkeypatch)
     assert helpers[0] and not gone(helpers[0])
     for helper in helpers[0]:
         with pytest.raises(ChildProcessError):
@@ -194,14 +204,12 @@ def test_what_a_script_does_about_children_that_end(root, context, helpers, hand
     assert helpers and gone(helpers[0])
 
 
-def test_a_fork_of_the_training_leaves_them_alone(root, context, helpers):
-    iterator = iter(loader(cases.Files(root)))
-    for _ in range(4):
-        next(iterator)
+def test_a_fork_of_the_training_leaves_them_alone(root, context, helpers, monkeypatch):
+    iterator = endless(root, monkeypatch)
     child = os.fork()
     if child == 0:
         try:
-            iterator = None
+            del iterator
         finally:
             os._exit(0)
     os.waitpid(child, 0)
@@ -452,9 +460,7 @@ def test_where_several_threads_make_items_a_helper_makes_only_what_one_makes_ali
     for _ in range(3):
         next(iterator)
     reader = reader_of(context)
-    until = time.monotonic() + 30       # a helper that must watch each operation has something to import first
-    while not gone(helpers[0]) and time.monotonic() < until and sum(map(reader.store.holds, range(ITEMS))) == reader.kept:
-        time.sleep(0.05)
+    until(lambda: gone(helpers[0]) or sum(map(reader.store.holds, range(ITEMS))) > reader.kept)
     assert (sum(map(reader.store.holds, range(ITEMS))) > reader.kept) is helped
     for _ in iterator:
         pass
@@ -478,7 +484,7 @@ def test_a_helper_that_makes_other_items_stores_none(root, context, helpers):
         del os.environ["LOOKING"]
     for _ in range(3):
         next(iterator)
-    time.sleep(0.3)
+    until(lambda: gone(helpers[0]))
     reader = reader_of(context)
     assert helpers and sum(map(reader.store.holds, range(ITEMS))) == reader.kept
 
@@ -492,7 +498,7 @@ def test_what_a_script_does_when_told_to_end_only_it_does(root, context, helpers
             next(iterator)
         for child in helpers[0]:
             os.kill(child, signal.SIGTERM)
-        time.sleep(0.2)
+        until(lambda: gone(helpers[0]))
         assert not mark.exists()
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -528,29 +534,27 @@ def test_they_end_with_a_training_that_is_killed(root, tmp_path):
         import gc
         (helpers,) = (one for one in gc.get_objects() if isinstance(one, cache_helpers.Helpers))
         print(*helpers._running.values(), flush=True)
-        time.sleep(60)
+        time.sleep(600)
     """
     environment = {**os.environ, dataset_cache.FOLDER: str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment, stdout=subprocess.PIPE, text=True) as process:
         children = list(map(int, process.stdout.readline().split()))
         assert len(children) == 2
         process.kill()
-    until = time.monotonic() + 5
-    while not gone(children) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert gone(children)
+    until(lambda: gone(children))
 
 
 def test_of_a_process_that_takes_long_to_fork_there_are_few(root, context, helpers, monkeypatch):
-    real = os.fork
+    real, now = os.fork, [0.0]
 
     def slow():
-        time.sleep(0.6)         # twice for each
+        now[0] += 0.2
         return real()
 
-    monkeypatch.setattr(cache_helpers, "MOST_FORKING_S", 2.0)       # a machine that is busy itself takes some of it
     of = loader(cases.Files(root))
     iterator = iter(of)
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(cache_helpers, "time", clock)
     monkeypatch.setattr(cache_helpers, "usable_cpus", lambda: 16)
     monkeypatch.setattr(os, "fork", slow)
     assert len(list(iterator)) == ITEMS // 4

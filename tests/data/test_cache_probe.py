@@ -117,7 +117,7 @@ def test_a_dataset_that_hangs_is_left_alone(root, monkeypatch):
 
     began = time.monotonic()
     assert "longer than" in look(Hangs(root)).refusal
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_the_training_sees_nothing_of_it(root):

@@ -717,7 +717,7 @@ def test_two_threads_train_models_of_their_own():
         @staticmethod
         def backward(ctx, grad):
             reached.set()
-            assert go_on.wait(30)
+            assert go_on.wait(60)
             return grad
 
     slow, quick = (torch.nn.Parameter(torch.tensor([3.0])) for _ in range(2))
@@ -729,7 +729,7 @@ def test_two_threads_train_models_of_their_own():
     thread = threading.Thread(target=lambda: Waits.apply(slow).sum().backward())
     thread.start()
     try:
-        assert reached.wait(30)
+        assert reached.wait(60)
         assert quick.grad.item() == 1.0, "no gradient of this thread is scaled"
         quick.sum().backward()
         assert quick.grad.item() == 2.0
