@@ -22,11 +22,12 @@ import pytest
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed here (the extra saturate[pack])")
 
-from pyarrow import parquet  # noqa: E402
+from pyarrow import csv, parquet  # noqa: E402
 
 from saturate.checkpoints import durable  # noqa: E402
 from saturate.data import pack as packing  # noqa: E402
 from saturate.data import pack_sources  # noqa: E402
+from saturate.data.pack_rows import ROWS  # noqa: E402
 from saturate.data.pack_sources import open_source  # noqa: E402
 from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
 
@@ -126,6 +127,42 @@ def test_a_kill_at_any_moment_loses_nothing(text: Path, tmp_path: Path, seed: in
     assert read_back(out) == expected_lines()
     assert not list(out.glob("*.part"))
     assert [shard.rows for shard in done.shards] == [shard.rows for shard in whole.shards]
+
+
+@pytest.fixture(params=["images", "text", "csv", "parquet"])
+def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One of each kind, of several files, which takes some record batches."""
+    if request.param in ("images", "text"):
+        monkeypatch.setitem(ROWS, "images", 2)
+        return request.getfixturevalue(request.param)
+    (tmp_path / "tables").mkdir()
+    for part in range(3):
+        rows = pa.table({"x": list(range(5000 * part, 5000 * (part + 1))), "z": ["the same words"] * 5000})
+        if request.param == "csv":
+            csv.write_csv(rows, tmp_path / "tables" / f"{part}.csv")
+        else:
+            parquet.write_table(rows, tmp_path / "tables" / f"{part}.parquet", compression="zstd")
+    return tmp_path / "tables"
+
+
+def test_whatever_is_packed_goes_on_where_it_was_and_says_how_far_it_is(source: Path, tmp_path: Path) -> None:
+    """In bytes of the source, of which a bar shows the share: those of a compressed table had been those of its rows in memory."""
+    shard_bytes = 3000 if source.name == "images" else 30_000
+    packing.pack(open_source(source), tmp_path / "whole", shard_bytes)
+    told: list[int] = []
+
+    def stop(read: int) -> None:
+        told.append(read)
+        if len(list((tmp_path / "out").glob("*.arrow"))) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packing.pack(open_source(source), tmp_path / "out", shard_bytes, stop)
+    opened, begun = open_source(source), len(told)
+    assert 0 < told[1] < opened.total_bytes / 2 or opened.kind == "csv", "small tables are read ahead"
+    done = packing.pack(opened, tmp_path / "out", shard_bytes, told.append)
+    assert done.resumed_rows and read_back(tmp_path / "out") == read_back(tmp_path / "whole")
+    assert told[begun:] == sorted(told[begun:]) and told[begun] > 0 and told[-1] == opened.total_bytes
 
 
 def test_finished_shards_are_not_made_again(text: Path, tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from saturate.errors import UsageError
 #: What is read of a CSV file at a time, in bytes: more of it where a row needs it.
 CSV_BLOCKS = (1 << 20, 1 << 24, 1 << 28)
 
+#: By the endings of names, as pyarrow tells it.
+COMPRESSED = {".bz2": "bz2", ".gz": "gzip", ".lz4": "lz4", ".zst": "zstd"}
+
 #: Of a file of another encoding than UTF-8, as remedy; and the marks that a file of UTF-16 begins with.
 CONVERT, UTF_16 = "convert it: iconv -f {} -t utf-8", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -74,15 +77,16 @@ def _that_begin_with_0(tables: list[Csv], names: set[str]) -> set[str]:
     seen: set[str] = set()
     for table in tables if names else ():
         with contextlib.suppress(pa.ArrowInvalid):
-            for batch in _rows_of_csv(table, dict.fromkeys(names, pa.string())):
+            for _, batch in _rows_of_csv(table, dict.fromkeys(names, pa.string())):
                 seen |= {name for name in names - seen
                          if pc.any(pc.match_substring_regex(batch[name], r"^\s*[+-]?0[\dxX]")).as_py()}
     return seen
 
 
-def _csv_batches(tables: list[Csv], schema: Any) -> Iterator[tuple[File, Any]]:
+def _csv_batches(tables: list[Csv], schema: Any) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
 
+    before = 0
     for table in tables:
         file = table.file
         try:
@@ -90,7 +94,8 @@ def _csv_batches(tables: list[Csv], schema: Any) -> Iterator[tuple[File, Any]]:
             if names != schema.names:
                 raise UsageError(f"{file.name} has other columns than {tables[0].file.name}",
                                  cause=f"{', '.join(names)} instead of {', '.join(schema.names)}", remedy="pack them apart")
-            yield from ((file, batch) for batch in _rows_of_csv(table, schema))
+            yield from ((before + read, batch) for read, batch in _rows_of_csv(table, schema))
+            before += file.bytes
         except pa.ArrowInvalid as error:
             raise pa.ArrowInvalid(f"{file.name}: {error}") from error
 
@@ -102,8 +107,8 @@ def _names(file: File, schema: Any) -> list[str]:
         raise UsageError(f"the header of {file.name} is not UTF-8 text", remedy=CONVERT.format("latin1")) from error
 
 
-def _csv_reader(table: Csv, types: Any, block_bytes: int) -> Any:
-    """`types`: of all columns (a schema), or of those that are to be read (a dict by name)."""
+def _csv_reader(table: Csv, types: Any, block_bytes: int, opened: Any = None) -> Any:
+    """`types`: of all columns (a schema), or of those that are to be read (a dict by name). `opened`: the file, where it is open."""
     from pyarrow import csv
 
     quotes: dict[str, Any] = {"newlines_in_values": True} if table.quoted else {"quote_char": False}    # quoted text may hold ends of lines
@@ -112,7 +117,7 @@ def _csv_reader(table: Csv, types: Any, block_bytes: int) -> Any:
     convert = csv.ConvertOptions(column_types=types, strings_can_be_null=some, include_columns=list(types) if some else None,
                                  include_missing_columns=some) if types else None
     read = csv.ReadOptions(block_size=block_bytes)
-    return csv.open_csv(table.file.path, read_options=read, parse_options=parse, convert_options=convert)
+    return csv.open_csv(table.file.path if opened is None else opened, read_options=read, parse_options=parse, convert_options=convert)
 
 
 def _opened_csv(table: Csv, types: Any = None) -> Any:
@@ -128,18 +133,21 @@ def _opened_csv(table: Csv, types: Any = None) -> Any:
     raise AssertionError("the largest blocks raise")
 
 
-def _rows_of_csv(table: Csv, types: Any) -> Iterator[Any]:
-    """All batches of a file. From a row on that is longer than a block, in larger ones."""
+def _rows_of_csv(table: Csv, types: Any) -> Iterator[tuple[int, Any]]:
+    """All batches of a file, and how many of its bytes were read by then, which is some blocks ahead. From a row on that is longer than a
+    block, in larger ones."""
     import pyarrow as pa
 
     given = 0
     for block_bytes in CSV_BLOCKS:
         read = 0
+        file = pa.OSFile(str(table.file.path))      # closed with its last reader, which may be another thread's
+        compression = COMPRESSED.get(table.file.path.suffix.lower())
         try:
-            for batch in _csv_reader(table, types, block_bytes):
+            for batch in _csv_reader(table, types, block_bytes, pa.input_stream(file, compression=compression)):
                 read += batch.num_rows
                 if read > given:
-                    yield batch.slice(max(0, batch.num_rows - (read - given)))
+                    yield file.tell(), batch.slice(max(0, batch.num_rows - (read - given)))
                     given = read
             return
         except pa.ArrowInvalid as error:
@@ -236,13 +244,17 @@ def parquet_source(path: Path, files: list[File]) -> Source:
         except (pa.ArrowInvalid, OSError) as error:
             raise UsageError(f"cannot read {file.path} as Parquet", cause=str(error), remedy="write it again, or leave it out") from error
 
-    def tables(schema: Any) -> Iterator[tuple[File, Any]]:
+    def tables(schema: Any) -> Iterator[tuple[int, Any]]:
+        before = 0
         for file in files:
             whole = opened(file)
             if whole.schema_arrow.remove_metadata() != schema or (features and _features(whole.schema_arrow) not in ({}, features)):
                 raise UsageError(f"{file.name} has other columns or types than {files[0].name}", remedy="pack them apart")
+            rows = 0
             for batch in whole.iter_batches(batch_size=ROWS["parquet"]):
-                yield file, batch
+                rows += batch.num_rows
+                yield before + file.bytes * rows // whole.metadata.num_rows, batch
+            before += file.bytes
 
     found = opened(files[0]).schema_arrow
     schema, features = found.remove_metadata(), _features(found)
@@ -275,21 +287,24 @@ def _features(schema: Any) -> dict[str, Any]:
         return {}
 
 
-def _table_batches(kind: str, schema: Any, tables: Callable[[Any], Iterator[tuple[File, Any]]],
+def _table_batches(kind: str, schema: Any, tables: Callable[[Any], Iterator[tuple[int, Any]]],
                    damaged: Any) -> Callable[[int], Iterator[Batch]]:
+    """`tables` yields batches, each with the bytes of the source up to its end."""
     def batches(skip: int) -> Iterator[Batch]:
         import pyarrow as pa
 
-        row = 0
+        row = read = 0
         try:
-            for _file, batch in tables(schema):
+            for end, batch in tables(schema):
+                begin = read
                 for first in range(0, batch.num_rows, ROWS[kind]):
                     part = batch.slice(first, ROWS[kind])
                     row += part.num_rows
+                    before, read = read, max(read, begin + (end - begin) * (first + part.num_rows) // batch.num_rows)
                     if row > skip:
                         kept = part.slice(max(0, part.num_rows - (row - skip)))
                         # A slice still holds all of what it was cut from: written, it is cut for good.
-                        yield Batch(pa.record_batch(kept.columns, schema=schema), kept.nbytes)
+                        yield Batch(pa.record_batch(kept.columns, schema=schema), read - before)
         except damaged as error:
             raise UsageError(f"the {kind} data cannot be read behind row {row}", cause=str(error),
                              remedy="mend the row, or give the column one type throughout") from error
