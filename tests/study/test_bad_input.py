@@ -64,6 +64,14 @@ CASES = {
     "no memory on the device": Case("raise RuntimeError('CUDA out of memory. Tried to allocate')", 4, "out of memory device"),
     "no shared memory": Case(
         "raise RuntimeError('DataLoader worker (pid 7) is killed by signal: Bus error.')", 4, "docker run --shm-size"),
+    "a worker is killed": Case("""
+        import os, signal, torch
+        from torch.utils.data import DataLoader
+        class Rows:
+            def __len__(self): return 8
+            def __getitem__(self, index): os.kill(os.getpid(), signal.SIGKILL)
+        for _ in DataLoader(Rows(), num_workers=1): pass
+        """, 4, "is killed by signal: Killed, "),
     "no disk": Case("raise OSError(28, 'No space left on device')", 4, "disk full"),
     "closes its output": Case("import os; os.close(1); os.close(2)", 0, "does not train"),
     "kills its parent": Case("import os, time; os.kill(os.getppid(), 9); time.sleep(100)", 4, "supervisor died"),

@@ -34,11 +34,12 @@ from saturate.study.fit import (
     nothing,
 )
 from saturate.study.fit_knob import Shown, differs, knob_value, with_knob
+from saturate.study.fit_process import verdict_of
 from saturate.study.fit_search import Search
 from saturate.study.fit_state import Proof, State
 from saturate.study.state import Request
 from saturate.trial import meter
-from saturate.trial.outcome import Outcome
+from saturate.trial.outcome import Outcome, classify
 from saturate.trial.process import TrialEnded
 
 MIB = 2**20
@@ -377,6 +378,15 @@ def test_two_values_of_an_argument_that_differ_in_nothing_are_no_two_sizes():
     assert not differs(1024, unknown, 16, unknown) and differs(1024, unknown, 16, replace(unknown, step_s=0.02))
 
 
+def test_a_worker_that_the_kernel_ends_did_not_fit():
+    """Not one that somebody else ends: the kernel counts what it ends for want of memory."""
+    watch = SimpleNamespace(exceeded_bytes=None, late=False)
+    log = "Traceback (most recent call last):\nRuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. \n"
+    for count, verdict in ((1, "out_of_memory"), (0, "failed"), (None, "out_of_memory")):
+        ended = TrialEnded(classify({"ended": "exit", "code": 1, "out_of_memory": count}, log, 9, True, None))
+        assert verdict_of(ended, watch)[0] == verdict
+
+
 def test_a_size_that_failed_for_something_else_than_memory_is_named():
     tried = [SizeTried(micro_batch=size, outcome=outcome, peak_bytes=None, seconds=1.0, trial=1, purpose="prove", reason="no multiple of 8")
              for size, outcome in ((100, "failed"), (50, "failed"), (300, "out_of_memory"))]
@@ -414,6 +424,7 @@ for epoch in range(10**6):
     found = ended.found
     assert found.verdict == "fits" and found.world_size == 2 and found.micro_batch > 8, ended.stderr
     assert "on each of 2 ranks" in ended.stderr
+    assert "failed" not in {one.outcome for one in found.trials}, "ranks that get unequal batches fail"
 
 
 @pytest.mark.slow
@@ -565,7 +576,7 @@ def test_why_throughput_was_not_measured_is_told_as_it_was(late, note):
                     deadline=1.0, say=print)
     search.throughput.running = 64
     ended = TrialEnded(Outcome("out_of_memory_kernel", "killed with SIGKILL") if late else Outcome("crashed", "killed with SIGSEGV"))
-    assert search._lost_measuring(ended, "") is None and search.throughput.note == note
+    assert search._lost_measuring(ended) is None and search.throughput.note == note
 
 
 @pytest.mark.parametrize(("word", "value"), [("-b16", 16), ("-b=16", 16), ("-bias", None), ("-b16x", None), ("--b16", None)])

@@ -32,6 +32,7 @@ class Script:
     on_device = False
     reads, pass_of = 1, 1 << 30         # batches of a step; samples of a pass over an iterable dataset
     breaks_after: int | None = None     # it does not bear a pass that is held open for so many steps
+    sample_s = 0.0                      # what a step takes for each sample; 1 ms at least
 
     def __init__(self, bench, purpose, size=None):
         self.bench, self.proof = bench, purpose.startswith("prove")
@@ -60,7 +61,7 @@ class Script:
                 self.meter.exceeded_bytes = round(self.peak)
                 raise TrialEnded(Outcome("crashed", "killed with SIGKILL"))
         return Window(peak_bytes=round(self.peak), idle_bytes=round(300 * MIB + self.held), retries=0, steps=steps, timed=steps,
-                      seconds=steps * 0.001, samples=steps * size * self.reads, delivered=min(size, self.pass_of), evaluations=1, saves=1, cpu_share=1.0, heap_bytes=1)
+                      seconds=steps * max(0.001, size * self.sample_s), samples=steps * size * self.reads, delivered=min(size, self.pass_of), evaluations=1, saves=1, cpu_share=1.0, heap_bytes=1)
 
     @property
     def turn_steps(self):
@@ -86,13 +87,13 @@ def told(loader=(), **facts):
     return ask
 
 
-def search(monkeypatch, **changes) -> tuple[Search, Fit]:
+def search(monkeypatch, target="memory", **changes) -> tuple[Search, Fit]:
     monkeypatch.setattr(fit_search, "Process", type("Changed", (Script,), changes))
     bench = SimpleNamespace(asking=Asking(), meter=None, isolation="", workload=SimpleNamespace(environment={}))
-    found = Search(bench=bench, memory_bytes=LIMIT, target="memory", asked_most=None, accelerated=False, budget_s=60.0,
+    found = Search(bench=bench, memory_bytes=LIMIT, target=target, asked_most=None, accelerated=False, budget_s=60.0,
                    deadline=time.monotonic() + 60.0, say=lambda text: None)
     found.run()
-    asked = Asked(Request(argv=["python", "t.py"], cwd=Path.cwd(), environment={}, directory=Path.cwd() / ".saturate", budget_s=60.0), LIMIT)
+    asked = Asked(Request(argv=["python", "t.py"], cwd=Path.cwd(), environment={}, directory=Path.cwd() / ".saturate", budget_s=60.0), LIMIT, target)
     return found, _record(asked, SimpleNamespace(started=time.monotonic(), report_path="", needs_budget=""), found, "", "", False)
 
 
@@ -220,3 +221,33 @@ def test_a_script_that_ends_is_not_one_that_refuses_a_size(monkeypatch):
 
     _, record = search(monkeypatch, run=run)
     assert record.verdict == "fits" and record.micro_batch > 16, record
+
+
+FAST_FROM = {"target": "throughput", "sample_s": 0.001 / 200}
+
+
+def test_for_throughput_the_smallest_size_that_is_as_fast_is_proved(monkeypatch):
+    found, record = search(monkeypatch, **FAST_FROM)
+    assert record.verdict == "fits" and 200 <= record.micro_batch == record.knee < record.largest_fitting / 2 and record.proved_steps >= 50
+    assert [one.micro_batch for one in record.trials if one.purpose == "prove"][-1] == record.knee and record.trial_count <= 4
+    assert "is as fast as any that fits" in words.title(record) and not any("not proved" in one for one in record.advice)
+
+
+@pytest.mark.parametrize("ends", ["between two blocks", "within a block"])
+def test_a_knee_that_there_was_no_time_to_prove_is_told(monkeypatch, ends):
+    """The answer was the largest size, and nothing said that another one was asked for; or that throughput was not measured, beside it."""
+    real = Script.run
+
+    def run(self, size, steps, **options):
+        if found and found[0].throughput.settled() and size == found[0].throughput.knee:
+            found[0].deadline = time.monotonic() + 1.0
+            if ends == "within a block":
+                self.meter.late = True
+                raise TrialEnded(Outcome("out_of_memory_kernel", "killed with SIGKILL"))
+        return real(self, size, steps, **options)
+
+    found = []
+    monkeypatch.setattr(Search, "_guard", lambda self, real=Search._guard: (found.append(self), real(self)))
+    _, record = search(monkeypatch, run=run, **FAST_FROM)
+    assert record.verdict == "fits" and record.micro_batch == record.largest_fitting > 2 * record.knee and record.throughput_note == ""
+    assert record.advice[0] == f"a batch of {record.knee} is as fast, but it was not proved: a longer --budget may prove it; {record.micro_batch} was"

@@ -147,7 +147,7 @@ def search(device: str) -> Search:
 def test_a_proof_outlives_memory_that_ran_out_behind_other_sizes():
     made = search("cuda")
     ended = TrialEnded(Outcome("out_of_memory_device", "CUDA out of memory. Tried to allocate 2.00 GiB"))
-    assert made._lost_measuring(ended, "") is None
+    assert made._lost_measuring(ended) is None
     assert made.best == 64 and made.failed == [] and "Tried to allocate" in made.throughput.note
 
 
@@ -155,5 +155,5 @@ def test_a_proof_outlives_memory_that_ran_out_behind_other_sizes():
 def test_host_memory_that_ran_out_is_the_size_s_own(device, kind):
     made = search(device)
     made._propose = lambda: None        # type: ignore[method-assign]
-    made._lost_measuring(TrialEnded(Outcome(kind, "killed")), "")
+    made._lost_measuring(TrialEnded(Outcome(kind, "killed")))
     assert made.best is None and made.failed == [64]

@@ -186,6 +186,30 @@ def test_sigkill_is_want_of_memory_where_the_kernel_counts_one_or_does_not_say(e
     assert ended.kind == kind and ("`timeout -s KILL`" in ended.remedy) is (kills == 0)
 
 
+WORKER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "
+#: As torch prints it where the signal comes while a batch is waited for.
+LOST = f"""{_RAISED}{WORKER}
+
+The above exception was the direct cause of the following exception:
+
+{_RAISED}RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly
+"""
+
+
+@pytest.mark.parametrize("kills, kind", [(0, "killed_by_signal"), (1, "out_of_memory_host"), (None, "out_of_memory_host")])
+@pytest.mark.parametrize("log", [LOST, f"{_RAISED}{WORKER}\n", f"[rank1]: {_RAISED}[rank1]: {WORKER}\n"])
+def test_so_is_that_of_a_worker(log, kills, kind) -> None:
+    """It was called a crash, with nothing of memory and no remedy."""
+    ended = outcome.classify({"ended": "exit", "code": 1, "out_of_memory": kills}, log, 0, True, None)
+    assert ended.kind == kind and "DataLoader worker (pid 7) is killed by signal: Killed, " in ended.reason
+    assert ("`timeout -s KILL`" if kills == 0 else "number of loader workers") in ended.remedy
+
+
+def test_a_worker_whose_loss_the_script_survived_is_no_reason() -> None:
+    ended = outcome.classify({"ended": "exit", "code": 1, "out_of_memory": 1}, f"{LOST}epoch 2\n{_RAISED}ValueError: no data\n", 0, True, None)
+    assert (ended.kind, ended.reason) == ("crashed", "ValueError: no data")
+
+
 @pytest.mark.parametrize("said", [
     "RuntimeError: unable to allocate shared memory(shm) for file </torch_25494_2589082127_0>: No space left on device (28)",
     "RuntimeError: unable to open shared memory object </torch_7_1_0> in read-write mode: No space left on device (28)",

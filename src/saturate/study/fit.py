@@ -25,7 +25,7 @@ from saturate.records.fit import Fit, LoaderBatch
 from saturate.study import baseline, once
 from saturate.study.fit_knob import KnobSearch, knob_value, likely_knob, with_knob
 from saturate.study.fit_process import Asking, MeteredBench
-from saturate.study.fit_search import MOST_TRIALS, Search
+from saturate.study.fit_search import MOST_TRIALS, RESERVE, Search
 from saturate.study.fit_state import Refused, in_proportion, without_limit
 from saturate.study.resume_option import source_of
 from saturate.study.state import Request, Study
@@ -151,7 +151,7 @@ def _record(asked: Asked, study: Study, search: Search, refusal: str, too_short:
         sample_bytes=line[1], fixed_bytes=line[0], trials=search.tried, trial_count=search.trials,
         throughput=search.throughput.curve(), throughput_note=search.throughput.note, knee=search.throughput.knee,
         utilisation=busy, utilisation_of=of,
-        advice=[*_advice_on_growth(search, growth), *_advice_on_loaders(loaders), *_advice_on_dataset(search, answer),
+        advice=[*_advice_on_growth(search, growth), *_advice_on_knee(asked, search, answer), *_advice_on_loaders(loaders), *_advice_on_dataset(search, answer),
                 *_advice(search, answer)],
         notes=[note for note in (_note_on_loaders(loaders), *search.notes, search.bench.isolation) if note],
         seconds=round(time.monotonic() - study.started, 1),
@@ -277,6 +277,15 @@ def _advice_on_growth(search: Search, growth: Growth | None) -> list[str]:
     return [f"memory grows by {sizes.show(round(growth.step_bytes))} with every step of a batch of {growth.micro_batch}: {sizes.show(search.limit_bytes or 0)} "
             f"last about {_lasts(search, growth):,} steps, and no batch fits for ever; look for what is kept from step to step (losses or outputs in a "
             "list, which keep their graphs unless they are detached; caches)"]
+
+
+def _advice_on_knee(asked: Asked, search: Search, answer: int | None) -> list[str]:
+    """The answer is another size than the one that was asked for, which was not proved."""
+    knee = search.throughput.knee
+    if asked.target != "throughput" or answer is None or knee in (None, answer):
+        return []
+    why = ": a longer --budget may prove it" if search.left_s() < RESERVE * search.budget_s else ""
+    return [f"a batch of {knee} is as fast, but it was not proved{why}; {answer} was"]
 
 
 def _advice_on_failures(search: Search, answer: int) -> list[str]:

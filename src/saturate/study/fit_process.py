@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,8 +20,6 @@ SAME_SKIP = 1
 #: Of those behind an emptied cache, the first asks the driver for everything again, for which the host waits, and in the second
 #: it gets ahead of the device.
 EMPTIED_SKIP = 2
-
-_KILLED_WORKER = re.compile(r"DataLoader worker \(pid[^)]*\) is killed by signal: Killed")
 
 
 @dataclass
@@ -206,7 +203,7 @@ def _timed(gates: list[dict[str, Any]], skip: int) -> list[int]:
     return [index for index in every if index not in evaluated] or list(every)
 
 
-def verdict_of(ended: TrialEnded, watch: meter.Meter | None, output: str) -> tuple[str, str]:
+def verdict_of(ended: TrialEnded, watch: meter.Meter | None) -> tuple[str, str]:
     """How a size ended that did not come back to the gate, in the words of `records.fit.SizeOutcome`, and why."""
     from saturate.records import sizes
 
@@ -215,6 +212,6 @@ def verdict_of(ended: TrialEnded, watch: meter.Meter | None, output: str) -> tup
     if watch is not None and watch.late:
         return "out_of_time", "the budget ended"
     outcome = ended.outcome
-    if outcome.kind in _MEMORY or _KILLED_WORKER.search(output):
+    if outcome.kind in _MEMORY:
         return "out_of_memory", outcome.reason
     return "failed", f"{outcome.kind.replace('_', ' ')}: {outcome.reason}"

@@ -119,12 +119,11 @@ class Search(State):
                 next_size = self._next_probe() if self.left_s() > 20 * window.step_s else None
         except TrialEnded as ended:
             watch = self.bench.meter
-            output = process.trial.output() if process is not None else ended.outcome.reason
-            if self._lets_go(process, ended, output):
+            if self._lets_go(process, ended):
                 return AGAIN
-            if not self.points and start is None and verdict_of(ended, watch, output)[0] == "failed":
+            if not self.points and start is None and verdict_of(ended, watch)[0] == "failed":
                 raise
-            return self._lost(size, "measure", began, ended, output)
+            return self._lost(size, "measure", began, ended)
         finally:
             if process is not None:
                 process.finish()
@@ -234,12 +233,11 @@ class Search(State):
             elif not over and again is None and self.proofs:
                 self._throughput(process)
         except TrialEnded as ended:
-            output = process.trial.output() if process is not None else ended.outcome.reason
             if measuring:
-                return self._lost_measuring(ended, output)
-            if self._lets_go(process, ended, output):
+                return self._lost_measuring(ended)
+            if self._lets_go(process, ended):
                 return size
-            if self._lost(size, "prove", began, ended, output, steps=self.trail[-1][0] if self.trail else 0) != "out_of_memory":
+            if self._lost(size, "prove", began, ended, steps=self.trail[-1][0] if self.trail else 0) != "out_of_memory":
                 return None
             self._learn_growth(size, PROOF_STEPS, memory_growth.RISES - 1)
             return self._propose()
@@ -248,25 +246,25 @@ class Search(State):
                 process.finish()
         return again
 
-    def _lets_go(self, process: Process | None, ended: TrialEnded, output: str) -> bool:
+    def _lets_go(self, process: Process | None, ended: TrialEnded) -> bool:
         """Whether the process may have ended by itself because a pass over its loader was held open (a list that is as long as the pass, a
         schedule of so many steps). Then none is held any more."""
         asking = self.bench.asking
         if process is None or not asking.hold or self.trials >= MOST_TRIALS or ended.outcome.kind == "too_short" \
-                or verdict_of(ended, self.bench.meter, output)[0] != "failed" or not process.went_on():
+                or verdict_of(ended, self.bench.meter)[0] != "failed" or not process.went_on():
             return False
         asking.hold = False
         self.notes.append(f"the script does not bear a pass over its loader that goes on ({ended.outcome.reason}): passes end as they do by themselves")
         self.say(f"  {self.notes[-1]}")
         return True
 
-    def _lost_measuring(self, ended: TrialEnded, output: str) -> int | None:
+    def _lost_measuring(self, ended: TrialEnded) -> int | None:
         """The process ended while throughput was measured. For its memory: then the size that ran is no answer after all. Not so on
         a device, where what other sizes leave in the allocator is in the way of a size that fits by itself."""
         size = self.throughput.running
-        outcome, reason = verdict_of(ended, self.bench.meter, output)
+        outcome, reason = verdict_of(ended, self.bench.meter)
         if outcome == "out_of_time":        # we ended it ourselves
-            self.throughput.note = TOO_SHORT
+            self.throughput.note = self.throughput.note if self.throughput.settled() else TOO_SHORT
             return None
         if outcome != "out_of_memory" or size is None:
             self.throughput.note = f"the script ended while throughput was measured ({reason})"
@@ -275,7 +273,7 @@ class Search(State):
             self.throughput.note = f"the device's memory ran out while batches of several sizes were timed in turns ({reason})"
             return None
         self.throughput = Throughput()
-        self._lost(size, "throughput", time.monotonic(), ended, output)
+        self._lost(size, "throughput", time.monotonic(), ended)
         return self._propose()
 
     def _time_for_another(self) -> bool:
@@ -340,7 +338,7 @@ class Search(State):
         try:
             return process.run(self._asked_of(size), 2, end=True, fresh=False), False
         except TrialEnded as ended:
-            outcome = verdict_of(ended, process.meter, process.trial.output())[0]
+            outcome = verdict_of(ended, process.meter)[0]
             if outcome == "out_of_time":
                 self.notes.append("the budget ended before the epoch of the proof did: neither evaluation nor checkpoint was seen")
                 return window, True
@@ -373,10 +371,11 @@ class Search(State):
         knee = self.throughput.knee
         if self.target == "throughput" and knee is not None and knee != self.best:
             self.say(f"from {knee} on, larger batches are no faster")
+            self.throughput.running = knee
             self._prove(process, knee, fresh=True, began=time.monotonic())
         try:
             self.throughput.watch_devices(process, Sampler(self.bench.workload.environment), self.left_s())
         except TrialEnded as ended:
-            if verdict_of(ended, self.bench.meter, process.trial.output())[0] == "out_of_memory":
+            if verdict_of(ended, self.bench.meter)[0] == "out_of_memory":
                 raise
             # All else was measured and proved before: what stays unknown is how busy they are.

@@ -244,10 +244,10 @@ class State:
             self.growth[size] = found
             self.say(f"  batch {size}: memory grows by {sizes.show(round(found.step_bytes))} a step")
 
-    def _lost(self, size: int | None, purpose: str, began: float, ended: TrialEnded, output: str, steps: int = 0) -> str:
+    def _lost(self, size: int | None, purpose: str, began: float, ended: TrialEnded, steps: int = 0) -> str:
         """Keep how a process ended that was not meant to; the outcome. Raises Refused where only this size breaks it."""
         watch = self.bench.meter
-        outcome, reason = verdict_of(ended, watch, output)
+        outcome, reason = verdict_of(ended, watch)
         self._note(size, outcome, purpose, began, steps, peak=watch.exceeded_bytes if watch is not None else None, reason=reason)
         others = any(point.micro_batch != self.own for point in self.points)
         if outcome == "failed" and ended.outcome.kind != "too_short" and size is not None and size != self.own and not others:

@@ -88,6 +88,9 @@ _DOUBT = "mostly this means a full device; a library of another version, or an o
 #: What a kernel leaves that failed before: then no library works on that device any more, and it is not for want of memory.
 _KERNEL_FAILED = re.compile(r"device-side assert|Assertion `[^\n]*` failed|illegal memory access|misaligned address")
 
+#: What torch says of a loader's worker that SIGKILL has ended.
+_KILLED_WORKER = re.compile(r"DataLoader worker \(pid[^\n]*?\) is killed by signal: Killed")
+
 #: What else may help a command that asks and gets no answer.
 _NO_INPUT = "if it reads its standard input: trials get that from a file only, as in `saturate tune -- COMMAND < FILE`"
 
@@ -150,18 +153,17 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
     match = _NO_ROOM_TO_WORK.search(told)
     if match and not _KERNEL_FAILED.search(log):
         return Outcome("out_of_memory_device", f"{line_of(told, match.start())} ({_DOUBT})", _REMEDIES["out_of_memory_device"])
+    match = _KILLED_WORKER.search(told)
+    if match:
+        return _by_sigkill(report, line_of(told, match.start()).rstrip("."))
     if report.get("log_problem"):
         return Outcome("disk_full", f"its output could not be written: {report['log_problem']}", _REMEDIES["disk_full"])
     if code is None:
         return Outcome("crashed", last_exception(log) or "an exception ended the process that trained, while the command goes on")
     number = -code if code < 0 else code - 128
     if number in _SIGNALS:
-        if number == signal.SIGKILL and report.get("out_of_memory") == 0:
-            return Outcome("killed_by_signal", "ended by SIGKILL, and not by the kernel for want of memory (its count of those did not grow)",
-                           _SIGKILL_REMEDY)
         if number == signal.SIGKILL:
-            return Outcome("out_of_memory_host", "killed with SIGKILL, as the kernel does when memory runs out",
-                           _REMEDIES["out_of_memory_host"])
+            return _by_sigkill(report, "ended by SIGKILL")
         return Outcome("killed_by_signal", f"ended by {_signal_name(number)}", _ALARM_REMEDY if number == signal.SIGALRM else "")
     if code == _TIMEOUT_CODE:
         return Outcome("exited", f"exit code {code}, as of `timeout` when its time is over", _TIMEOUT_REMEDY)
@@ -170,6 +172,12 @@ def classify(report: dict[str, object] | None, log: str, steps: int, greeted: bo
         return Outcome("crashed", said, _NO_INPUT if said.startswith("EOFError") else _for_terminal(log))
     said = last_line(log)
     return Outcome("exited", f"exit code {code}" + (f": {said}" if said else " without a word"), _for_terminal(log))
+
+
+def _by_sigkill(report: dict[str, object], what: str) -> Outcome:
+    if report.get("out_of_memory") == 0:
+        return Outcome("killed_by_signal", f"{what}, and not by the kernel for want of memory (its count of those did not grow)", _SIGKILL_REMEDY)
+    return Outcome("out_of_memory_host", f"{what}, as the kernel does when memory runs out", _REMEDIES["out_of_memory_host"])
 
 
 def ran_out_of_memory(outcome: Outcome) -> bool:
