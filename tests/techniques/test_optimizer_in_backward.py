@@ -627,6 +627,30 @@ def test_a_loop_that_changes_its_mind_gets_an_error(loop):
             loop(ours)
 
 
+def restoring(training):
+    """As binary networks do it: the real weights are put back from a copy before the step. What the forward has left as it was gets the bits
+    that it has, which tells nothing; and that undoes what was updated in the backward pass."""
+    weight = training.model.embedding.weight
+    training.optimizer.zero_grad()
+    loss, real = training.loss(), weight.data.clone()
+    loss.backward()
+    weight.data.copy_(real)
+    training.optimizer.step()
+
+
+def test_weights_that_are_restored_before_the_step_are_found_at_the_first_update():
+    """Not some steps later, when it is that weight's turn: until then it did not train."""
+    plain = Training(on=False)
+    for _ in range(2):
+        restoring(plain)
+    ours = Training()
+    for _ in range(2):
+        restoring(ours)
+    assert alike(ours, plain)
+    with pytest.raises(RuntimeError, match="parameters are written between backward and step"):
+        restoring(ours)
+
+
 USES = {"saved": lambda training: training.model.state_dict(), "saved ": lambda training: training.optimizer.state_dict(),
         "used in a forward": lambda training: training.loss(),
         "used in a forward ": lambda training: training.model.eval()(torch.zeros(1, 1, dtype=torch.long)),

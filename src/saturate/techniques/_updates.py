@@ -228,7 +228,8 @@ class Updates:
         self._grad.__set__(parameter, None)
         owned.status, owned.updated = _FREED, True
         turn, rest = divmod(self.steps[id(optimizer)], 1 if parameter.device.type == "cpu" else DEVICE_LOOKS)
-        self._note_weights(owned, rest == 0 and owned.number == turn % len(self.owned))
+        # In the first step that updates, all: what is restored from a copy of its own was the same in the steps that were watched.
+        self._note_weights(owned, not self.reported or rest == 0 and owned.number == turn % len(self.owned))
 
     def _note_weights(self, owned: _Owned, bits: bool) -> None:
         owned.weights = _between.mark(owned.parameter, self.torch, bits)

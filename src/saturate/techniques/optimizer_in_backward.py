@@ -33,9 +33,9 @@ step, even once they are trained.
 Two steps are watched first. Nothing is applied if the script reads, changes or adds up gradients, or if between backward and step it
 changes a learning rate, writes to weights, runs the model or saves it; nor if it has built another optimizer with the same parameters.
 If it does any of that to gradients, settings or weights later, it gets an error that says so, because a missing gradient would be
-silently wrong. (Writes through `.data` are looked for in another weight at each step, on a GPU at every 64th.) If the script builds another
-optimizer later and goes on with it (LBFGS after Adam), gradients are kept for the script's own steps from that optimizer's first
-`zero_grad` or step on; a step of it that comes after gradients were used is an error.
+silently wrong. (Writes through `.data` are looked for in all weights at the third step, then in another one at each, on a GPU at every 64th.)
+If the script builds another optimizer later and goes on with it (LBFGS after Adam), gradients are kept for the script's own steps from that
+optimizer's first `zero_grad` or step on; a step of it that comes after gradients were used is an error.
 
 A backward pass whose step never comes (a loop that is left in between) has updated the weights all the same. A line on stderr says so when
 the weights are saved or run, or at the end, and the next backward pass is an error. A script that only reads weights by hand between
