@@ -20,6 +20,7 @@ from tune_kit import TRAINING, Folder, no_traceback_of_ours, recipe_is_empty, un
 
 from saturate.study.store import StudyLock
 from saturate.study.verification import too_slow
+from saturate.techniques import _registry
 from saturate.trial import process
 from saturate.trial.process import TrialEnded
 
@@ -61,6 +62,7 @@ CASES = {
     "kills itself": Case("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 4, "SIGKILL"),
     "aborts": Case("import os; os.abort()", 4, "SIGABRT"),
     "no memory on the host": Case("raise MemoryError", 4, "out of memory host: MemoryError"),
+    "no memory for a tensor": Case("import torch; torch.empty(1 << 50)", 4, "out of memory host"),
     "no memory on the device": Case("raise RuntimeError('CUDA out of memory. Tried to allocate')", 4, "out of memory device"),
     "no shared memory": Case(
         "raise RuntimeError('DataLoader worker (pid 7) is killed by signal: Bus error.')", 4, "docker run --shm-size"),
@@ -130,6 +132,8 @@ def test_every_end_of_a_command_has_a_name(name, folder):
     assert ended.result.verified_reason
     assert recipe_is_empty(ended.result)
     assert {t.fate for t in ended.result.techniques} == {"not_tried"}
+    ids = [t.id for t in ended.result.techniques]
+    assert ids == list(_registry.load()), "one entry for each technique"
     assert not Path("/tmp/of-a-bad-script").exists()
     logs = sum(path.stat().st_size for path in folder.path.glob(".saturate/*/t*/output.log"))
     assert logs < 2 * 1024 * 1024
@@ -361,6 +365,19 @@ def test_a_full_disk_has_a_name(size, folder):
     assert "full" in ended.stderr or "No space left" in ended.stderr, ended.stderr
     assert "help: free space" in ended.stderr
     assert ended.result.verdict == "inconclusive"
+    assert not folder.alive()
+
+
+def test_a_dev_shm_that_is_really_full(folder):
+    """Not only the message of one: a batch from a worker that has no room there."""
+    folder.write("train.py", """
+        import torch
+        from torch.utils.data import DataLoader
+        for batch in DataLoader(torch.zeros(64, 1 << 20), batch_size=8, num_workers=1): print(batch.shape)
+        """)
+    ended = folder.tune(prefix=_in_a_namespace("mount -t tmpfs -o size=1m none /dev/shm"))
+    assert ended.code == 4 and "error[E4" in ended.stderr and "docker run --shm-size" in ended.stderr, ended.stderr
+    assert ended.result.verdict == "inconclusive" and recipe_is_empty(ended.result)
     assert not folder.alive()
 
 
