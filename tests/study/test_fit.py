@@ -192,6 +192,22 @@ def test_what_cannot_be_searched_is_refused_by_name(home, body, reason):
 
 
 @pytest.mark.slow
+def test_for_throughput_the_smallest_size_that_is_as_fast_is_the_answer(home):
+    home.write("train.py", TRAINING.replace("KIB = 256", "KIB = 1") + """
+import time
+while True:
+    for rows in DataLoader(Rows(), 8):
+        step(rows)
+        time.sleep(0.004 * len(rows))
+""")
+    ended = home.fit("--memory", "900MiB", "--max", "64", "--target", "throughput")
+    found = ended.found
+    assert found.verdict == "fits" and found.micro_batch == found.knee < found.largest_fitting == 64, ended.stderr
+    assert any((one.micro_batch, one.purpose, one.outcome) == (found.knee, "prove", "fits") for one in found.trials)
+    assert "is as fast as any that fits" in ended.stderr
+
+
+@pytest.mark.slow
 def test_a_batch_of_one_that_does_not_fit(home):
     home.write("train.py", TRAINING.replace("KIB = 256", "KIB = 131072") + "for rows in DataLoader(Rows(), 8): step(rows)")
     ended = home.fit("--memory", "700MiB")
