@@ -195,7 +195,7 @@ def test_settings_that_somebody_made_up_are_damage(capsys, stored, acted, tmp_pa
         plain = json.loads((stored / "open" / "manifest.json").read_text())
         rewrite(folder, {**plain, "settings": {**plain["settings"], **settings}})
         code, out, err = call(capsys, folder, "--json")
-        assert code == 3 and "name no number of threads" in json.loads(out)["reason"] and "Traceback" not in err, err
+        assert code == 3 and "names no number of threads" in json.loads(out)["reason"] and "Traceback" not in err, err
 
 
 def test_threads_that_the_program_brings_along(capsys, stored, acted, tmp_path):
@@ -207,6 +207,9 @@ def test_threads_that_the_program_brings_along(capsys, stored, acted, tmp_path):
         code, out, err = call(capsys, folder, "--threads", "2", "--json")
         assert code == 2 and "runs on 1 thread," in err and "runs on 1 thread," in json.loads(out)["reason"]
         assert call(capsys, folder, "--threads", "1")[0] == call(capsys, folder)[0] == 0
+    plain = json.loads((stored / "open" / "manifest.json").read_text())
+    rewrite(folder, {**plain, "settings": {**plain["settings"], "threads": 2}})
+    assert json.loads(call(capsys, folder, "--threads", "1", "--json")[1])["threads"] == 1
     assert json.loads(call(capsys, stored / "open", "--threads", "2", "--json")[1])["threads"] == 2
 
 

@@ -403,6 +403,31 @@ def test_forged_settings_end_in_a_named_error(stored, value):
             assert error.remedy
 
 
+@pytest.mark.parametrize("settings", [{"threads": 2}, {"session": {"threads": "2"}}])
+def test_a_program_takes_no_more_threads_than_its_process_is_given(stored, monkeypatch, settings):
+    """Each of two processes that serve on two cores took both: whatever brings its threads along seemed to gain nothing by a second one."""
+    plain, seen = json.loads((stored / artifact.MANIFEST).read_text()), []
+    rewrite(stored, lambda new: new.update(settings={**plain["settings"], **settings}))
+    monkeypatch.setattr(exported, "load", lambda torch, folder, entry: seen.append(entry.settings.get("threads") or int(entry.settings["session"]["threads"])))
+    for given in (None, 1, 2, 3):
+        copy.copy(artifact.load(stored, threads=given))
+    assert seen == [2, 2, 1, 1, 2, 2, 2, 2], "a copy takes as many"
+    for wrong in (0, True, "2"):
+        with pytest.raises(UsageError, match="threads is"):
+            artifact.load(stored, threads=wrong)
+
+
+@pytest.mark.parametrize("settings", [{"threads": 10**6}, {"threads": "9" * 5000}, {"session": {"threads": "1000000"}}, None])
+def test_a_number_of_threads_that_no_machine_has_is_not_tried(stored, monkeypatch, settings):
+    """torch started as many as the machine let it, and no other program there could start anything for a minute."""
+    plain, tried = json.loads((stored / artifact.MANIFEST).read_text()), []
+    monkeypatch.setattr(torch, "set_num_threads", tried.append)
+    rewrite(stored, lambda new: new.update(settings={**plain["settings"], **settings}) if settings else new["made_on"].update(threads=10**6))
+    with pytest.raises(ArtifactDamaged, match="number of threads"):
+        artifact.load(stored)
+    assert tried == []
+
+
 # -- full disk, kill -----------------------------------------------------------------------------------------------------
 
 

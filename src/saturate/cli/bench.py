@@ -17,8 +17,7 @@ from typing import Any
 
 from saturate.cli._output import paint, show_json, table
 from saturate.cli._running import Progress, one_signal_interrupts
-from saturate.errors import ArtifactDamaged, EnvironmentProblem, UsageError, clean
-from saturate.records.artifact import Manifest
+from saturate.errors import EnvironmentProblem, UsageError, clean
 from saturate.records.bench import BatchRow, BenchRecord, Measured
 
 #: Time of one measurement without a race, in blocks of about an eighth of a second; at least so many blocks.
@@ -108,13 +107,13 @@ def bench(
             remedy="load it with saturate.load, and time it on inputs of your own",
         )
     for stored in filter(None, (manifest, manifest_other)):
-        fixed = _fixed_threads(stored)
-        if threads is not None and fixed is not None and threads != fixed:
+        fixed = artifact.fixed_threads(stored)
+        if threads is not None and fixed is not None and threads > fixed:
             raise UsageError(
-                f"the program of {stored.candidate} runs on {words.count(fixed, 'thread')}, whatever --threads says",
-                remedy="leave --threads out, or run saturate optimize with other --threads",
+                f"the program of {stored.candidate} runs on {words.count(fixed, 'thread')}, and on no more, whatever --threads says",
+                remedy="leave --threads out, or run saturate optimize with more --threads",
             )
-    own = [_fixed_threads(stored) or stored.made_on.threads for stored in filter(None, (manifest, manifest_other))]
+    own = [artifact.fixed_threads(stored) or stored.made_on.threads for stored in filter(None, (manifest, manifest_other))]
     if threads is None and len(set(own)) > 1:
         raise UsageError(
             f"{folder} runs on {words.count(own[0], 'thread')}, {other} on {own[1]}",
@@ -137,21 +136,6 @@ def bench(
                 rows=list(rows),
             )
         )
-
-
-def _fixed_threads(manifest: Manifest) -> int | None:
-    """The threads that a program brings along; None where it takes those of its process."""
-    session = manifest.settings.get("session") or {}
-    found = manifest.settings.get("threads") or (session.get("threads") if isinstance(session, dict) else session)
-    if not found:
-        return None
-    if not isinstance(found, int | str) or not str(found).isdecimal() or not 0 < int(found) <= 4096:
-        raise ArtifactDamaged(
-            "the artifact's settings name no number of threads",
-            cause=f"threads is {str(found)[:80]!r}",
-            remedy="make it again with saturate optimize",
-        )
-    return int(found)
 
 
 def _row(

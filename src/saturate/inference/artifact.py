@@ -13,10 +13,12 @@ be trusted like any other compiled library.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import os
 import pkgutil
+import re
 import stat
 import warnings
 from collections.abc import Sequence
@@ -39,6 +41,9 @@ from saturate.records.inference import Best, CandidateRecord, ModelFacts
 MANIFEST, EXAMPLES, REPRODUCE = "manifest.json", "examples.bin", "reproduce.py"
 
 _MANIFEST_BYTES = 64 * 2**20  # no manifest is larger; what is, is not read
+
+#: No machine has more cores. Some libraries end the process where they cannot start as many threads as they are told to.
+_MOST_THREADS = 4096
 
 #: Agreement with the stored answers that a verification asks for, dB. Not more than float association leaves between
 #: two machines, not less than an error of a tenth; between them, what the program's own agreement with the model is:
@@ -163,10 +168,26 @@ def checked(folder: str | os.PathLike[str]) -> Manifest:
     """The manifest, once every file matches its digest. Raises ArtifactDamaged."""
     folder = Path(folder)
     manifest = read(folder)
+    fixed_threads(manifest)
     if not {*manifest.program, EXAMPLES} <= {stored.path for stored in manifest.files}:
         raise folders.damaged(folder, "its manifest does not list its program")
     folders.check(folder, manifest.files)
     return manifest
+
+
+def fixed_threads(manifest: Manifest) -> int | None:
+    """The threads that a program brings along; None where it takes those of its process. Raises ArtifactDamaged for no number of threads."""
+    session = manifest.settings.get("session") or {}
+    found = manifest.settings.get("threads") or (session.get("threads") if isinstance(session, dict) else session)
+    for given in (found, manifest.made_on.threads):
+        number = re.fullmatch(r"[0-9]{1,6}", str(given)) if isinstance(given, int | str) else None
+        if given and (number is None or not 0 < int(number[0]) <= _MOST_THREADS):
+            raise ArtifactDamaged(
+                "the artifact names no number of threads that there could be",
+                cause=f"threads is {str(given)[:80]!r}",
+                remedy="make it again with saturate optimize",
+            )
+    return int(found) if found else None
 
 
 def examples_of(torch: Any, folder: str | os.PathLike[str]) -> list[tuple[tuple[Any, ...], list[Any]]]:
@@ -187,9 +208,10 @@ def answer_examples(folder: str) -> None:
         call(*examples.moved(torch, inputs, "cpu"))
 
 
-def load(folder: str | os.PathLike[str], *, verify: bool = False, **modules: Any) -> Artifact:
-    """The artifact in `folder`, ready to be called as the model was. modules: `model` and `draft` of one that generates,
-    where it does not know how to build them (`generation.artifact`).
+def load(folder: str | os.PathLike[str], *, verify: bool = False, threads: int | None = None, **modules: Any) -> Artifact:
+    """The artifact in `folder`, ready to be called as the model was. threads: where several processes share the cores, the most that a program
+    may take which brings its own number of CPU threads along (ONNX Runtime, OpenVINO); other programs take those of torch in this process.
+    modules: `model` and `draft` of one that generates, where it does not know how to build them (`generation.artifact`).
 
     Every file must match its digest. On hardware that may change its answers it warns; `verify=True`, or `Artifact.verify()`, runs it on its
     stored inputs and compares. Machine code for another processor is tried in another process first. A program for a GPU runs on the one with
@@ -197,6 +219,8 @@ def load(folder: str | os.PathLike[str], *, verify: bool = False, **modules: Any
     Raises ArtifactDamaged, and EnvironmentProblem where a library or a device is missing here, where the processor lacks what the program needs,
     or where it does not verify.
     """
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+        raise UsageError(f"threads is {threads!r}", remedy="a whole number, at least 1, or None for those that it was measured with")
     folder = Path(folder)
     folders.tidy(folder)
     manifest = checked(folder)
@@ -214,8 +238,8 @@ def load(folder: str | os.PathLike[str], *, verify: bool = False, **modules: Any
     other = hardware.other_hardware(made_on, now)
     differences = (*other, *hardware.other_software(made_on, now))
     with _current(torch, place):
-        program = _program(torch, folder.absolute(), manifest, differences, modules)
-    found = Artifact(folder.absolute(), manifest, differences, program, torch, place)
+        program = _program(torch, folder.absolute(), manifest, differences, modules, threads)
+    found = Artifact(folder.absolute(), manifest, differences, program, torch, place, threads)
     if verify:
         found.verify().demand()
     elif other:
@@ -270,7 +294,7 @@ def require_torch() -> Any:
 
 
 def _program(
-    torch: Any, folder: Path, manifest: Manifest, differences: Sequence[str], modules: dict[str, Any]
+    torch: Any, folder: Path, manifest: Manifest, differences: Sequence[str], modules: dict[str, Any], threads: int | None
 ) -> Any:
     """What the format's `load` gives."""
     from saturate.inference import formats
@@ -282,7 +306,7 @@ def _program(
     if modules and manifest.format != "generation":
         raise UsageError(f"the artifact {folder} is whole: it takes no {', '.join(modules)}", remedy="leave it out")
     try:
-        return module.load(torch, folder, Entry(manifest.format, list(manifest.program), dict(manifest.settings)), **modules)
+        return module.load(torch, folder, Entry(manifest.format, list(manifest.program), _with_threads(manifest, threads)), **modules)
     except SaturateError:
         raise
     except Exception as error:  # libraries raise anything for a program that they cannot load
@@ -293,6 +317,16 @@ def _program(
             evidence="; ".join(differences),
             remedy="load it where it was made, or make it again here" if differences else "make it again",
         ) from error
+
+
+def _with_threads(manifest: Manifest, most: int | None) -> dict[str, Any]:
+    """The settings, where the program brings no more threads along than `most`."""
+    settings, own = dict(manifest.settings), fixed_threads(manifest)
+    if most is None or own is None or own <= most:
+        return settings
+    if settings.get("threads"):
+        return {**settings, "threads": most}
+    return {**settings, "session": {**settings["session"], "threads": str(most)}}
 
 
 @dataclass(frozen=True)
@@ -325,6 +359,7 @@ class Artifact:
     _call: Any = field(repr=False)
     _torch: Any = field(repr=False)
     place: str = "cpu"  # "cuda" or "cuda:1": inputs must be there
+    _threads: int | None = field(default=None, repr=False)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if ":" not in self.place:
@@ -337,7 +372,7 @@ class Artifact:
 
     def __reduce__(self) -> Any:
         """A copy, or the one that another process unpickles, is loaded from the folder again."""
-        return load, (str(self.folder),)
+        return functools.partial(load, threads=self._threads), (str(self.folder),)
 
     def verify(self) -> Verification:
         """Run the stored inputs and compare with the stored answers. A model with randomness draws what it drew when they were stored."""

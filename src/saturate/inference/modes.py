@@ -1,4 +1,4 @@
-"""Puts a user's own modules into evaluation mode for a while, and everything back afterwards."""
+"""Evaluation mode: of a user's own modules for a while, with everything back afterwards, and of a model but for what trains on purpose."""
 
 from __future__ import annotations
 
@@ -34,6 +34,19 @@ def evaluating(torch: Any, *models: Any) -> Iterator[None]:
             held.clear()
             held.update(tensors)
         kept.restore()
+
+
+def training_parts(model: Any) -> set[str]:
+    """Names of the parts that are in training mode though the model serves: dropout that draws at inference, statistics of the batch."""
+    return {name for name, part in model.named_modules() if part.training}
+
+
+def evaluate(model: Any, on_purpose: set[str]) -> None:
+    """Evaluation mode, but for the parts with these names."""
+    model.eval()
+    for name, part in model.named_modules():
+        if name in on_purpose:
+            part.training = True
 
 
 class Kept:

@@ -28,11 +28,12 @@ from typing import Any
 from saturate.errors import SaturateError
 from saturate.inference import batches as trees
 from saturate.inference import facts as observing
-from saturate.inference import gpu_failures, session, users_code, wire
+from saturate.inference import gpu_failures, modes, session, users_code, wire
 from saturate.inference.device_memory import DeviceMemory
 from saturate.inference.failures import first_words
 from saturate.inference.formats import OtherSizes
 from saturate.inference.source import NotMade, Source
+from saturate.inference.techniques import _wrap
 from saturate.inference.techniques._api import Context, Entry, NotApplied, Proof
 from saturate.measure import placement
 from saturate.records.inference import ModelFacts
@@ -156,7 +157,7 @@ class Server:
         else:
             done = self._become_artifact(order, source)
         prepared = time.monotonic()
-        self._call(self._own(self.inputs[0]))
+        self._call(_wrap.own(self.facts, self.inputs[0]))
         called = time.monotonic()
         longest = max(called - prepared, self._meet_other_shapes())
         proofs = [self._proof(module, options) for module, options in self._parts]
@@ -190,7 +191,7 @@ class Server:
             source.keep_facts(torch, facts)
         self.facts = facts
         self.context = Context(
-            torch=torch, model=model, device=self.device, inputs=[self._own(batch) for batch in self.inputs],
+            torch=torch, model=model, device=self.device, inputs=[_wrap.own(self.facts, batch) for batch in self.inputs],
             calibration=source.calibration(torch) if data else [], others=others if data else [],
             facts=facts, folder=Path(order.folder), threads=order.threads,
             train=source.train(torch) if data and source.trainable else None, keep=order.keep,
@@ -206,7 +207,7 @@ class Server:
 
         self._take_device(source, order.memory_bytes)
         self.facts = order.facts or source.facts(self.torch) or ModelFacts(device=self.device)
-        self.call = artifact.load(Path(str(order.artifact)))
+        self.call = artifact.load(Path(str(order.artifact)), threads=order.threads)
         return []
 
     def _take_device(self, source: Source, memory_bytes: int | None) -> None:
@@ -230,14 +231,11 @@ class Server:
         options = module.Options(**fields)
         self._doing = module.TECHNIQUE.id
         trains = module.TECHNIQUE.stage == "train"
-        on_purpose = _in_training(self.context.model)
+        on_purpose = modes.training_parts(self.context.model)
         with self.torch.enable_grad() if trains else self.torch.no_grad():
             said = module.apply(self.context, options)
         if trains:
-            left = _in_training(self.context.model)
-            self.context.model.eval()
-            for name in left.keys() & on_purpose.keys():
-                left[name].training = True
+            modes.evaluate(self.context.model, on_purpose & modes.training_parts(self.context.model))
         self._doing = ""
         self._parts.append((module, options))
         return said
@@ -255,7 +253,7 @@ class Server:
             if (shapes := trees.signature(self.torch, batch)) not in met:
                 met.add(shapes)
                 began = time.monotonic()
-                self._call(self._own(batch))
+                self._call(_wrap.own(self.facts, batch))
                 longest = max(longest, time.monotonic() - began)
         return longest
 
@@ -298,7 +296,7 @@ class Server:
         try:
             with self._mode():
                 for number in range(count):
-                    batch = self._own(inputs[(first + number % (among or count)) % len(inputs)])
+                    batch = _wrap.own(self.facts, inputs[(first + number % (among or count)) % len(inputs)])
                     prepare()
                     wait()
                     began = clock()
@@ -359,10 +357,6 @@ class Server:
         """Without gradients, as far as the model can do without."""
         return getattr(self.torch, self.facts.mode)()
 
-    def _own(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The batch, or a copy of it where the model writes to its inputs: every call gets what the user gave."""
-        return copy.deepcopy(batch) if self.facts.writes_inputs else batch
-
     def _moved(self, path: tuple[Any, ...], leaf: Any) -> Any:
         return leaf.to(self.device) if isinstance(leaf, self.torch.Tensor) else leaf
 
@@ -384,11 +378,6 @@ class Server:
 def _evaluated(model: Any, source: Source) -> Any:
     """A part that is in training mode in a model that is not was put there on purpose."""
     return model.eval() if source.training else model
-
-
-def _in_training(model: Any) -> dict[str, Any]:
-    """Parts in training mode, by name."""
-    return {name: part for name, part in model.named_modules() if part.training}
 
 
 def _grow_allocator(torch: Any) -> None:

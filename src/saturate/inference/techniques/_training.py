@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.inference.batches import tensors
+from saturate.inference.modes import evaluate, training_parts
 from saturate.inference.pruning.shrink import Shrunk, shrink
 from saturate.inference.pruning.values import moved, samples, seeded
 from saturate.inference.techniques import _wrap
@@ -130,18 +131,6 @@ def recover(
                 parameter.grad = None
                 parameter.requires_grad_(flag)
             evaluate(student, on_purpose)
-
-
-def training_parts(model: Any) -> list[Any]:
-    """Parts that are in training mode though the model serves: dropout that draws at inference, statistics of the batch."""
-    return [part for part in model.modules() if part.training]
-
-
-def evaluate(model: Any, on_purpose: list[Any]) -> None:
-    """Evaluation mode, but for these parts."""
-    model.eval()
-    for part in on_purpose:
-        part.training = True
 
 
 class _Loop:

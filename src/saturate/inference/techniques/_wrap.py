@@ -40,7 +40,7 @@ def around(module: Any, wrapper: Around) -> None:
 
 
 def own(facts: ModelFacts, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a call may get: a copy, where the model writes to its inputs."""
+    """What a call may get: a copy, where the model writes to its inputs. So every call gets what the user gave."""
     return copy.deepcopy(inputs) if facts.writes_inputs else inputs
 
 
