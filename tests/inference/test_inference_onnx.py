@@ -117,6 +117,11 @@ class LogCumSumExp(nn.Module):
         return torch.logcumsumexp(x, 1)
 
 
+class LogCumSumExpInABranch(nn.Module):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: torch.logcumsumexp(x, 1), lambda x: x * 2, (x,))
+
+
 class Tied(nn.Module):
     """One matrix used twice as a product, as a functional layer, and once as an embedding."""
 
@@ -208,11 +213,28 @@ def test_a_graph_that_the_exporter_cannot_tidy_up_is_refused_by_name(tmp_path):
         torch.testing.assert_close(context.call(*context.inputs[0]), context.model(*context.inputs[0]))
 
 
-def test_sums_of_logarithms_in_a_row_are_refused(tmp_path):
+@pytest.mark.parametrize("model", [LogCumSumExp, LogCumSumExpInABranch])
+def test_sums_of_logarithms_in_a_row_are_refused(model, tmp_path):
     """There is none that is right for all numbers without a loop."""
-    context = context_of(LogCumSumExp(), [(torch.randn(4, 8),)], tmp_path)
+    context = context_of(model(), [(torch.randn(4, 8),)], tmp_path)
     with pytest.raises(NotApplied, match="logcumsumexp.default as the logarithm of sums that become 0 or infinite"):
         onnx_runtime.apply(context, onnx_runtime.Options())
+
+
+@pytest.mark.parametrize(("shape", "refused"), [((2, 3, 12, 8), True), ((5, 3, 9, 11), False)])
+def test_pixels_that_a_runtime_would_choose_otherwise_at_other_sizes_are_refused(shape, refused, tmp_path):
+    """By 1.1 ONNX Runtime took others at 25 of 38 sizes, and the sizes of the inputs may be none of those."""
+    class Larger(nn.Module):
+        def forward(self, x):
+            return F.interpolate(x, scale_factor=1.1, mode="nearest-exact")
+
+    context = context_of(Larger(), [(torch.randn(2, 3, 9, 11),), (torch.randn(*shape),)], tmp_path, varying_shapes=refused)
+    if refused:
+        with pytest.raises(NotApplied, match="sizes vary.*other pixels"):
+            onnx_runtime.apply(context, onnx_runtime.Options())
+    else:
+        onnx_runtime.apply(context, onnx_runtime.Options())
+        torch.testing.assert_close(context.call(*context.inputs[0]), context.model(*context.inputs[0]))
 
 
 def test_the_program_answers_like_the_module(words):

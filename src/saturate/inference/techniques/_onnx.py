@@ -153,10 +153,23 @@ def _translations(torch: Any) -> dict[Any, Any]:
 
 
 def _refuse_wrong(exported: Any) -> None:
-    """Raise NotApplied for operators whose translation is right for moderate numbers only, and which have no other here."""
-    found = {str(node.target) for node in exported.graph.nodes} & {"aten.logcumsumexp.default"}
-    if found:
-        raise NotApplied(f"the ONNX exporter writes {', '.join(found)} as the logarithm of sums that become 0 or infinite where the model's do not")
+    """Raise NotApplied for operators whose translation is right for some inputs only, and which have no other here. The branches of a
+    `torch.cond` are graphs of their own."""
+    nodes = [node for module in exported.graph_module.modules() if hasattr(module, "graph") for node in module.graph.nodes]
+    if any(str(node.target) == "aten.logcumsumexp.default" for node in nodes):
+        raise NotApplied("the ONNX exporter writes aten.logcumsumexp.default as the logarithm of sums that become 0 or infinite where the model's do not")
+    if any("_upsample_nearest_exact" in str(node.target) and _by_factor(node) and _open_inside(node) for node in nodes):
+        raise NotApplied("sizes vary, and the runtimes of ONNX take other pixels at some of them where the model interpolates by a factor (nearest-exact)")
+
+
+def _by_factor(node: Any) -> bool:
+    """Whether an interpolation is given factors, and no sizes."""
+    return any(isinstance(given, (list, tuple)) and all(isinstance(one, float) for one in given) for given in node.args)
+
+
+def _open_inside(node: Any) -> bool:
+    """Whether what a node answers has open sizes beyond those of the batch and its channels."""
+    return any(not isinstance(size, int) for size in node.meta["val"].shape[2:])
 
 
 def _owners(graph: Iterable[Any]) -> dict[str, frozenset[str]]:
