@@ -651,6 +651,28 @@ def test_weights_that_are_restored_before_the_step_are_found_at_the_first_update
         restoring(ours)
 
 
+def test_of_each_optimizer_at_its_own_first_update():
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    context = Context(torch)
+    context.modules, context.device = tuple(layers), "cpu"
+    optimizers = context.optimizers = tuple(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers)
+    technique.apply(context, OPTIONS)
+
+    def steps():
+        for layer, optimizer in zip(layers, optimizers):
+            optimizer.zero_grad()
+            real = layer.bias.data.clone()
+            layer(torch.ones(1, 2)).sum().backward()
+            if layer is layers[1]:
+                layer.bias.data.copy_(real)
+            optimizer.step()
+
+    steps()
+    steps()
+    with pytest.raises(RuntimeError, match="parameters are written between backward and step"):
+        steps()
+
+
 USES = {"saved": lambda training: training.model.state_dict(), "saved ": lambda training: training.optimizer.state_dict(),
         "used in a forward": lambda training: training.loss(),
         "used in a forward ": lambda training: training.model.eval()(torch.zeros(1, 1, dtype=torch.long)),

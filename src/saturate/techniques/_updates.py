@@ -58,6 +58,7 @@ class Updates:
         self.phase = "watching"
         self.owned: dict[int, _Owned] = {}
         self.steps = {id(optimizer): 0 for optimizer in context.optimizers}
+        self.watched_steps: dict[int, int] = {}
         self.stepping: set[int] = set()
         self.settings: dict[tuple[int, int], list[Any]] = {}    # by optimizer and group, when its first gradient arrived
         self.groups: dict[int, dict[int, int]] = {}             # by optimizer: the number of each parameter's group, until it steps
@@ -228,8 +229,9 @@ class Updates:
         self._grad.__set__(parameter, None)
         owned.status, owned.updated = _FREED, True
         turn, rest = divmod(self.steps[id(optimizer)], 1 if parameter.device.type == "cpu" else DEVICE_LOOKS)
-        # In the first step that updates, all: what is restored from a copy of its own was the same in the steps that were watched.
-        self._note_weights(owned, not self.reported or rest == 0 and owned.number == turn % len(self.owned))
+        # In an optimizer's first step that updates, all: what is restored from a copy of its own was the same in the steps that were watched.
+        first_update = self.steps[id(optimizer)] == self.watched_steps[id(optimizer)]
+        self._note_weights(owned, first_update or rest == 0 and owned.number == turn % len(self.owned))
 
     def _note_weights(self, owned: _Owned, bits: bool) -> None:
         owned.weights = _between.mark(owned.parameter, self.torch, bits)
@@ -327,7 +329,7 @@ class Updates:
             self.refuse(self.problem)
         unused = 0 if max(self.steps.values()) >= MOST_STEPS else None
         if self.phase == "watching" and all(count >= WATCHED_STEPS or count == unused for count in self.steps.values()):
-            self.phase = "updating"
+            self.phase, self.watched_steps = "updating", dict(self.steps)
             self.stepping = {identity for identity, count in self.steps.items() if count}
             for handle in self._watchers:
                 handle.remove()
