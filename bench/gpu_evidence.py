@@ -2,7 +2,7 @@
 
     python bench/gpu_evidence.py                            # in an environment with torch, saturate and pytest
     python bench/gpu_evidence.py --wheels .whl --out FOLDER # what is missing there is carried as wheels
-    python bench/gpu_evidence.py --rest                     # goes on where the last call ended: three cover everything
+    python bench/gpu_evidence.py --rest                     # goes on where the last call ended: four cover everything
     python bench/gpu_evidence.py --only tune_char_gpt,tests # some parts; others in the file stay while their sources do
     python bench/gpu_evidence.py --public FOLDER            # with `tune` on public scripts that were copied there, see docs/public-scripts.md
     python bench/gpu_evidence.py --rehearse --minutes 3     # without a GPU, small: does every part come to its end?
@@ -100,13 +100,14 @@ def _public(name: str, where: str, *words: str, seconds: float = 90) -> Part:
     return Part(f"public_{name}", seconds, TRAINING, lambda seconds, folder: [*_tuning(seconds, folder), *words], _object, where)
 
 
-def _optimize(*only: str) -> Callable[[float, Path], Sequence[str]]:
-    """With these techniques alone. A check without a budget for the drop would refuse each format that rounds more than float32."""
+def _optimize(*only: str, of: str = "") -> Callable[[float, Path], Sequence[str]]:
+    """With these techniques alone; `of`: how the names of the model's functions begin. A check without a budget for the drop would refuse each
+    format that rounds more than float32."""
     workload = ROOT / "bench" / "workloads" / "gpu_inference.py"
 
     def command(seconds: float, folder: Path) -> Sequence[str]:
         # Half of the limit: the best is stored, loaded, scored and raced behind the end of a short budget.
-        return [*SATURATE, "optimize", f"{workload}:model", "--inputs", f"{workload}:inputs", "--check", f"{workload}:check",
+        return [*SATURATE, "optimize", f"{workload}:{of}model", "--inputs", f"{workload}:{of}inputs", "--check", f"{workload}:{of}check",
                 "--max-drop", "0.4", "--only", ",".join(only), "--json", "--budget", f"{max(20, int(seconds / 2))}s",
                 "--workdir", str(folder / "work")]
 
@@ -140,6 +141,9 @@ PARTS = (
         "test_cuda_objectives.py"), _tests),
     Part("optimize_resnet50", 150, INFERENCE, _optimize("cuda-graphs", "nhwc-layout", "compile-inference"), _object),
     Part("optimize_resnet50_formats", 130, INFERENCE, _optimize("tf32-products", "fp16", "bf16", "cuda-graphs"), _object),
+    Part("optimize_vit_formats", 130, INFERENCE, _optimize("bf16", "torchao-fp8", "torchao-dynamic-int8", "compile-inference", of="transformer_"), _object),
+    Part("decode", 180, ("src/saturate/inference", "src/saturate/agent/ceilings.py", "bench/workloads/gpu_decode.py", "examples/speculative_toy.py"),
+         lambda seconds, folder: [str(ROOT / "bench" / "workloads" / "gpu_decode.py"), "--budget", str(int(0.6 * seconds))], _object),
     Part("tune_photo_resnet", 140, (*TRAINING, "src/saturate/data", "examples/photo_resnet.py"),
          _tune("examples/photo_resnet.py", "--epochs", "1000", "--batch", "64"), _object),
 )

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import runpy
+import subprocess
+import sys
 import time
 import types
 from pathlib import Path
@@ -163,7 +165,7 @@ def test_a_public_script_runs_in_its_folder_and_is_left_as_it_was(bench, tmp_pat
         assert "no script for public_reads" in capfd.readouterr().err
 
 
-def test_every_part_speaks_of_sources_that_exist_and_three_calls_cover_all(bench):
+def test_every_part_speaks_of_sources_that_exist_and_four_calls_cover_all(bench):
     for part in bench.PARTS:
         assert all((ROOT / name).exists() for name in part.speaks_of), part.name
         command = part.command(part.seconds, ROOT / "tests")
@@ -171,7 +173,7 @@ def test_every_part_speaks_of_sources_that_exist_and_three_calls_cover_all(bench
     listed = " ".join(word for part in bench.PARTS for word in part.command(60, ROOT))
     assert all(file.name in listed for file in (ROOT / "tests" / "gpu").glob("test_*.py")), "a file of GPU tests that no part runs"
     waiting = list(bench.PARTS)
-    for _ in range(3):
+    for _ in range(4):
         left = bench.CALL_S - bench.ENDING_S
         for part in tuple(waiting):
             if bench.enough(part, left, False):
@@ -193,6 +195,18 @@ def test_every_technique_that_a_part_asks_for_exists_and_the_check_tells_right_f
     with torch.no_grad():
         right, wrong = workload.check(model), workload.check(lambda images: -model(images))
     assert set(right) == {1.0} and sum(wrong) < len(wrong) / 2
+    assert type(workload.transformer_model()).__name__ == "ViT" and len(workload.transformer_inputs()) > 1
+
+
+@pytest.mark.slow
+def test_decoding_is_compared_with_what_the_device_copies():
+    """On a CPU: a rehearsal of the part that never ran elsewhere."""
+    pytest.importorskip("torch")
+    code = [sys.executable, str(ROOT / "bench" / "workloads" / "gpu_decode.py"), "--budget", "30"]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"})
+    found = json.loads(done.stdout)
+    plain = found["ways"][0]
+    assert plain["id"] == "plain" and 0 < plain["share_of_copy"] == plain["read_bytes_per_s"] / found["copy_bytes_per_s"]
 
 
 # -- evidence that is older than the code it speaks of ---------------------------------------------------------------
