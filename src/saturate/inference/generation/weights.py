@@ -15,7 +15,7 @@ from saturate.inference.techniques._api import Context, NotApplied, variants_of
 from saturate.records.inference import ModelFacts
 
 #: Techniques that leave activations alone, so that a step reads less and computes the same way.
-WEIGHT_ONLY = ("torchao-weight-only", "torchao-int4", "torchao-int4-weight-only")
+WEIGHT_ONLY = ("torchao-weight-only", "torchao-int4")
 
 #: What torchao changes in torch's compiler, for the whole process, and leaves so.
 _COMPILER_SETTINGS = (
