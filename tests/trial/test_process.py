@@ -13,6 +13,7 @@ import types
 from pathlib import Path
 
 import pytest
+from waiting import is_waited_for, until
 
 from saturate.agent import application, turn
 from saturate.trial import endings, launch, meter, process
@@ -66,19 +67,17 @@ BY_HAND = TRAIN.replace("optimizer = torch.optim.SGD(model.parameters(), lr=1e-2
 def test_one_that_is_held_trains_only_when_it_is_waited_for(source: str, step: dict[str, object], before: str, script, start) -> None:
     source = source.replace("model =", "print('starts', flush=True)\nmodel =").replace(before, "    print('trains', flush=True)\n" + before)
     trial = start(str(script(source)), step=step, held=True)
-    end = time.monotonic() + 60.0
-    while "starts" not in trial.output() and time.monotonic() < end:
-        time.sleep(0.01)
-    time.sleep(3.0)
+    until(lambda: is_waited_for(trial.spec.folder / "turn"))
+    time.sleep(0.3)
     assert "starts" in trial.output() and "trains" not in trial.output()
     hello = trial.wait_ready()
-    assert "trains" in trial.output() and hello["held_ns"] > 0
+    assert "trains" in trial.output() and hello["held_ns"] > 0.3e9
     assert 0 < trial.first_gate_s <= time.monotonic() - trial.started - hello["held_ns"] / 1e9
 
 
 def test_one_that_is_held_can_be_ended_and_outlives_no_controller(script, start, tmp_path: Path) -> None:
     trial = start(str(script(TRAIN)), step=STEP, held=True)
-    time.sleep(1.0)
+    until(lambda: is_waited_for(trial.spec.folder / "turn"))
     assert trial.stop().kind == "ok"
     path = tmp_path / "turn"
     code = f"import sys, time; from pathlib import Path; from saturate.trial.turn import Turn; turn = Turn(Path({str(path)!r})); print(1, flush=True); time.sleep(60)"
@@ -86,7 +85,7 @@ def test_one_that_is_held_can_be_ended_and_outlives_no_controller(script, start,
     assert holder.stdout.read(1) == b"1"
     waiter = threading.Thread(target=turn.wait, args=(str(path),), daemon=True)
     waiter.start()
-    waiter.join(0.2)
+    until(lambda: is_waited_for(path))
     assert waiter.is_alive()
     holder.kill()
     holder.wait()
@@ -170,7 +169,7 @@ def test_an_agent_that_fails_is_reported_at_once(script, start, tmp_path: Path) 
     source = Path(__file__).resolve().parents[2] / "src" / "saturate" / "techniques" / "gc_freeze.py"
     text = source.read_text(encoding="utf-8").replace('id="gc-freeze"', 'id="spoils"')
     body = """
-        from saturate.agent import application, turn
+        from saturate.agent import application
 
         def broken(session):
             raise RuntimeError("agent broken on purpose")

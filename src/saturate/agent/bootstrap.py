@@ -18,6 +18,9 @@ def start(plan: dict[str, Any]) -> dict[str, Callable[[Any], None]]:
     beginning of a path: what was seen by a process that trained and ended before the gate is written there); `inherited` (see
     `agent.observe`); `turn` (a path: see `agent.turn`).
     """
+    if plan.get("turn"):
+        from saturate.agent import turn  # noqa: F401 - what it uses is not replaced yet
+
     callbacks: dict[str, Callable[[Any], None]] = {"torch": lambda torch: _on_torch(torch, plan)}
     if plan.get("redirect"):
         from saturate.agent import redirect, redirect_libraries

@@ -186,7 +186,7 @@ class Session(Guest):
 
     def take_turn(self) -> None:
         """Just before this process begins to train: it has built an optimizer, or runs its first backward pass."""
-        if self._turn is None or self.asleep:
+        if self._turn is None or self.asleep or self.phase == "asleep":
             return
         from saturate.agent import turn
 

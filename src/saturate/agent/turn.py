@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 
-# Bound before a script, or the redirection of its files, can replace it.
+# Bound before a script, or the redirection of its files, can replace it: `bootstrap.start` imports this.
 _open, _close = os.open, os.close
 
 

@@ -19,7 +19,7 @@ from saturate.records.facts import Evidence
 from saturate.records.result import TrialRecord
 from saturate.study import sources
 from saturate.study.candidates import Set, merging
-from saturate.study.live import FIRST_STEPS, Cold, Live, Order, Pace, on_side, queues, timed_losses
+from saturate.study.live import FIRST_STEPS, WARM_STEPS, Cold, Live, Order, Pace, on_side, queues, timed_losses
 from saturate.study.peaks import Peaks
 from saturate.study.rates import Window, differ, rate
 from saturate.study.store import Store
@@ -198,7 +198,9 @@ class Bench:
         except TrialEnded:
             self.finish(trial, techniques)
             raise
-        return Cold(purpose, trial, techniques, hello, beside=started is not None and self.pace is not None and self.pace.crowded)
+        # One that was held has trained alone; that others were starting when it did makes its start look longer, if anything.
+        beside = started is not None and not trial.spec.held and self.pace is not None and self.pace.crowded
+        return Cold(purpose, trial, techniques, hello, beside)
 
     def live_pair(self, purpose_a: str, a: Set, purpose_b: str, b: Set) -> tuple[Live, Live]:
         """Two trials, warm and frozen. They start together where that is sooner, for nothing of a start is compared, and warm
@@ -206,11 +208,13 @@ class Bench:
 
         Raises TrialEnded of either, whose `side` is "a" or "b"; the other is ended then.
         """
-        order = self.order(FIRST_STEPS, (*a, *b))
+        order = self.order(WARM_STEPS, (*a, *b))
         with contextlib.ExitStack() as otherwise:
             cold: list[Cold] = []
             started: list[Trial] | list[None] = [None, None]
             if order != "one by one":
+                on_side("a", partial(self.check_memory, a))
+                on_side("b", partial(self.check_memory, b))
                 started = [self.start(purpose_a, a), self.start(purpose_b, b, held=order == "in turn")]
                 for trial, techniques in zip(started, (a, b)):
                     otherwise.callback(self.abandon, trial, techniques)

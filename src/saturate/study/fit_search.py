@@ -267,7 +267,8 @@ class Search(State):
             self.throughput.note = self.throughput.note if self.throughput.settled() else TOO_SHORT
             return None
         if outcome != "out_of_memory" or size is None:
-            self.throughput.note = f"the script ended while throughput was measured ({reason})"
+            what = "the knee was proved" if self.throughput.settled() else "throughput was measured"
+            self.throughput.note = f"the script ended while {what} ({reason})"
             return None
         if self.facts.get("device") == "cuda" and ended.outcome.kind == "out_of_memory_device":
             self.throughput.note = f"the device's memory ran out while batches of several sizes were timed in turns ({reason})"

@@ -6,16 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from saturate.measure import stationary
 from saturate.records.facts import Evidence
 from saturate.records.result import TrialRecord
 from saturate.study.candidates import Set, key
 from saturate.trial.process import Trial, TrialEnded
 
 #: How many times as long a step takes beside another process of its kind where both have all cores (measured on two: minGPT 8, a small
-#: GPT 96, an LSTM 144), and about how many steps a process runs before its first gate.
+#: GPT 96, an LSTM 144), about how many steps a process runs before its first gate, and how many until it is warm, at least.
 SPINNING, FIRST_STEPS = 100, 5
+WARM_STEPS = FIRST_STEPS + stationary.LEAST_STEPS
 
-#: A process that has started is held back for no longer than so many starts take: what it has opened is not to time out.
+#: No process that has started is held back for steps that take longer than so many starts: what it has opened is not to time out.
 HELD = 4
 
 Order = Literal["side by side", "in turn", "one by one"]
@@ -49,7 +51,7 @@ class Cold:
     trial: Trial
     techniques: Set
     hello: dict[str, Any]
-    beside: bool = False            # another one, which wanted the same cores, started at the same time
+    beside: bool = False            # another one, which wanted the same cores, started at the same time, and it did not wait for its turn
 
 
 @dataclass

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
-from saturate.measure.race import Limits
+from saturate.measure.race import FEW_ROUNDS, Limits
 from saturate.study.live import Live
 from saturate.study.store import Store
 from saturate.trial import meter
@@ -79,9 +79,11 @@ class Pair:
         return now < self.deadline and self.undecided(replace(self.limits, max_rounds=most))
 
     def takes_more(self, rounds: int, ran_s: float, until: float) -> bool:
-        """Whether so many rounds, which ran for so long, are too few. Beyond `until` two that take long must do: what they show is
-        uncertain, and says so."""
-        return time.monotonic() < until or rounds < LEAST_ROUNDS or (rounds < self.limits.min_rounds and ran_s < LONG_ROUND_S * rounds)
+        """Whether so many rounds, which ran for so long, are too few. Beyond `until` those must do whose scatter is known, and of rounds that
+        take long two: what they show is uncertain, and says so."""
+        if time.monotonic() < until or rounds < LEAST_ROUNDS:
+            return True
+        return rounds < min(self.limits.min_rounds, FEW_ROUNDS) and ran_s < LONG_ROUND_S * rounds
 
 
 def work_question(question: str, pair: int) -> str:

@@ -16,8 +16,8 @@ Trials = list[dict[str, Any]]
 
 
 def comparable(study: Study, techniques: Set) -> tuple[Trials, Trials]:
-    """Starts of the baseline and of this very set that can be compared: two trainings that start at once on the same cores take several
-    times as long as one. The study's first start, which may have found nothing in the machine's caches, is one of several or none;
+    """Starts of the baseline and of this very set that can be compared: a training that starts beside another one on the same cores takes
+    longer. The study's first start, which may have found nothing in the machine's caches, is one of several or none;
     where there is nothing else, the baseline's shortest: then a recipe pays back later than it may, not sooner."""
     labels = {candidate.label() for candidate in techniques}
     timed = [trial for trial in study.store.trials() if trial["startup_s"] is not None]

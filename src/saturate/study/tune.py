@@ -45,7 +45,7 @@ from saturate.techniques import _registry
 from saturate.trial import planning
 from saturate.trial.process import TrialEnded, Workload
 
-AA = Limits(max_pairs=2, min_rounds=4, max_rounds=10)
+AA = Limits(max_pairs=2, min_rounds=6, max_rounds=10)
 
 #: A machine on which even the same program differs this much between two runs decides nothing. That is not said after one
 #: pair with few rounds, while there is time for more.

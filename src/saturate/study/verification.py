@@ -299,7 +299,8 @@ class Verifier:
             alone = self._order(missing) == "one by one"
             at_once = 1 if alone else self.at_once
             for first in range(0, len(missing), at_once):
-                self._record(*missing[first:first + at_once])
+                if len(together := missing[first:first + at_once]) > 1:     # one alone gains nothing by being early, and may not be needed
+                    self._record(*together)
 
     def _order(self, runs: Iterable[Run]) -> Order:
         return self.bench.order(UPDATES, tuple(member for run in runs for member in run.techniques))

@@ -175,18 +175,19 @@ class Trial:
         spec.folder.mkdir(parents=True, exist_ok=True)
         self.log = spec.folder / "output.log"
         self.server = GateServer(name, token)
-        self._turn = Turn(spec.folder / "turn") if spec.held else None
-        turn = {"turn": str(self._turn.path)} if self._turn else {}
-        plan = spec.folder / "plan.json"
-        plan.write_text(launch.plan_text(
-            "verify" if spec.capture else "trial", spec.techniques,
-            socket=name, token=token, step=spec.step, capture=spec.capture, redirect=spec.redirect,
-            ended=str(spec.folder / "ended"), inherited=launch.inherited(workload.environment), **turn, **spec.plan,
-        ), encoding="utf-8")
-        hashing = launch.hashing(workload.environment, spec.capture)
-        environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques, hashing)
-        stdin, offset = standard_input.source()
+        self._turn: Turn | None = None
         try:
+            self._turn = Turn(spec.folder / "turn") if spec.held else None
+            turn = {"turn": str(self._turn.path)} if self._turn else {}
+            plan = spec.folder / "plan.json"
+            plan.write_text(launch.plan_text(
+                "verify" if spec.capture else "trial", spec.techniques,
+                socket=name, token=token, step=spec.step, capture=spec.capture, redirect=spec.redirect,
+                ended=str(spec.folder / "ended"), inherited=launch.inherited(workload.environment), **turn, **spec.plan,
+            ), encoding="utf-8")
+            hashing = launch.hashing(workload.environment, spec.capture)
+            environment = launch.injected({**workload.environment, **spec.environment}, str(plan), spec.techniques, hashing)
+            stdin, offset = standard_input.source()
             self.supervisor = supervised.start(spec.folder, {
                 "argv": launch.carried(workload.argv, environment, spec.techniques, {**hashing, **spec.environment}),
                 "cwd": str(workload.cwd), "environment": environment, "log": str(self.log),

@@ -111,12 +111,16 @@ def freeze(pid: int, timeout_s: float = 20.0) -> bool:
 
 def _stop(processes: list[int], deadline: float) -> None:
     """Wait until they stand still, however long they wait for a core in which to do so; or sleep where no signal reaches them."""
-    moving, awaited = _moving(processes), time.monotonic() + _ASLEEP_S
-    for process in moving:
-        _signal(process, signal.SIGSTOP)
-    while moving and (now := time.monotonic()) < deadline and not (now > awaited and all(state(process) == "D" for process in moving)):
-        time.sleep(1e-4)
-        moving = _moving(moving)
+    moving = _moving(processes)
+    while moving and time.monotonic() < deadline:
+        for process in moving:          # again, where somebody else has had it go on
+            _signal(process, signal.SIGSTOP)
+        awaited = time.monotonic() + _ASLEEP_S
+        while moving and time.monotonic() < awaited:
+            time.sleep(1e-4)
+            moving = _moving(moving)
+        if all(state(process) == "D" for process in moving):
+            return
 
 
 def _moving(processes: Iterable[int]) -> list[int]:
