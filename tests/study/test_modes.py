@@ -70,5 +70,6 @@ def test_a_command_that_listens_on_a_port_is_never_run_twice_at_once(tmp_path: P
     """The second process of a pair found the port taken: "the command failed when it was run again"."""
     result = tune(tmp_path, _RANKS, "--only", "fused-optimizer", budget="240s")
     entry = result["by_id"]["fused-optimizer"]
-    assert entry["fate"] in ("kept", "no_difference", "inconclusive", "slower"), (entry, result["stderr"])
+    raced = entry["fate"] in ("kept", "no_difference", "inconclusive", "slower")
+    assert raced or "too noisy" in entry["reason"], (entry, result["stderr"])
     assert "fresh runs alternate" in Path(result["report"]).read_text(encoding="utf-8")
