@@ -181,6 +181,8 @@ def test_a_gradient_norm_that_was_never_measured_is_not_compared():
     (replace(BASE, samples=[BASE.samples[min(k, 11)] for k in range(N)]), "moves in only 10 of 58"),
     (replace(BASE, samples=[BASE.samples[min(k, 11)] for k in range(N)], losses=[BASE.losses[min(k, 12)] for k in range(N)]),
      "converged after update 11"),
+    (replace(BASE, samples=[BASE.samples[min(k, 11)] for k in range(N)], grad_norms=[BASE.grad_norms[min(k, 11)] for k in range(N)]),
+     "goes on with another model after update 11"),
     (replace(BASE, samples=[array("d")] * N), "no parameters were sampled")])
 def test_a_baseline_that_proves_nothing_is_refused(baseline, reason):
     assert reason in informative(baseline)

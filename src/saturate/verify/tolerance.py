@@ -243,6 +243,9 @@ def informative(baseline: Series) -> str | None:
         return (f"it has converged after update {moving[-1]}: no parameter moves any more, and the loss stays the same; give it a larger "
                 "or harder configuration, or its optimizer a smaller tolerance (tolerance_change of LBFGS)")
     few = f"in only {len(moving)} of {n - FIRST_ACTING} updates"
+    if moving and len(set(baseline.grad_norms[moving[-1] + 1:])) == 1 and moving[-1] + 2 < n:      # gradients that nobody takes away
+        return (f"the script goes on with another model after update {moving[-1]}, and neither the parameters nor the gradients of the one that was "
+                "recorded change any more; begin with what is trained for longer (a checkpoint of what comes before it, for one)")
     if moving and len(known) == len(baseline) and all(known[FIRST_ACTING:]):
         return (f"what is looked at of the parameters (64 entries of each tensor) moves {few}, though none has a gradient of zero: each "
                 "moves a few rows of large tables, as of embeddings, or a learning rate is 0 most of the time; smaller tables, or larger "
