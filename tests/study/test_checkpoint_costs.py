@@ -40,7 +40,7 @@ def advise(folder: Path, source: str, *options: str, code: int = 0) -> dict[str,
 
 @pytest.mark.slow
 def test_what_a_checkpoint_costs_and_how_soon_it_recovers(tmp_path: Path) -> None:
-    said = advise(tmp_path, changed(LARGE), "--mtbf", "1d", "--budget", "60s")
+    said = advise(tmp_path, changed(LARGE), "--mtbf", "1d", "--budget", "150s")
     costs = said["costs"]
     assert costs["checkpoint_bytes"] == pytest.approx(4e6, rel=0.05) and costs["checkpoint_files"] == 1
     assert [way["way"] for way in costs["ways"]] == ["sync", "thread", "process"]
