@@ -87,5 +87,5 @@ class FitFolder(Folder):
 
     def fit(self, *options: str, argv: tuple[str, ...] = ()) -> Fitted:
         with self.begin(*options, argv=argv) as process:
-            stdout, stderr = process.communicate(timeout=300)
+            stdout, stderr = process.communicate(timeout=660)      # behind the default budget
         return Fitted(process.returncode, stdout, stderr)
