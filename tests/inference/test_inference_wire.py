@@ -33,7 +33,7 @@ def sent(message: Any, **options: Any) -> Any:
         thread = threading.Thread(target=wire.send, args=(here, message), kwargs=options)
         thread.start()
         try:
-            return wire.receive(there, time.monotonic() + 10)
+            return wire.receive(there, time.monotonic() + 60)
         finally:
             thread.join()
 

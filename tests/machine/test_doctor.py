@@ -81,12 +81,12 @@ def test_nothing_is_left_behind(tmp_path):
 def test_a_probe_that_hangs_is_left_behind(monkeypatch):
     ended = threading.Event()
     began = time.perf_counter()
-    check = checks.within(0.05, "disk", lambda: ended.wait(10) and Check("disk", "ok", ""))
-    assert time.perf_counter() - began < 5
+    check = checks.within(0.05, "disk", lambda: ended.wait(120) and Check("disk", "ok", ""))
+    assert time.perf_counter() - began < 60
     ended.set()
     assert check.status == "unknown" and "no answer within 0.05 s" in check.found and check.fix
-    assert checks.within(5, "disk", lambda: Check("disk", "ok", "x")) == Check("disk", "ok", "x")
-    assert "ZeroDivisionError" in checks.within(5, "disk", lambda: 1 // 0).found
+    assert checks.within(60, "disk", lambda: Check("disk", "ok", "x")) == Check("disk", "ok", "x")
+    assert "ZeroDivisionError" in checks.within(60, "disk", lambda: 1 // 0).found
 
 
 def test_secrets_and_control_characters_are_never_shown(monkeypatch):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from planted import FakeNvml, h100
+from waiting import until
 
 from saturate.machine import gpus, nvml, telemetry
 from saturate.machine.telemetry import Sample, Sampler, summary
@@ -24,8 +25,7 @@ def one(device=0, reasons=0, clock=1980, most=1980, temperature=50, power=350_00
 def test_a_window_is_sampled():
     fake = FakeNvml(h100())
     with Sampler({}, interval_s=0.005, module=fake) as sampler:
-        time.sleep(0.1)
-        during = sampler.seen()
+        during = until(lambda: sampler._samples and sampler.seen())
     assert during == sampler.seen() == {"throttle": (), "clock_share": 1.0, "temperature_c": 45.0, "power_share": 0.5}
     assert MachineSeen(**sampler.seen()).throttle == ()
     assert fake.initialized == 0 and not [thread for thread in threading.enumerate() if thread.name == "telemetry"]
@@ -35,7 +35,7 @@ def test_how_busy_the_least_busy_device_in_use_is():
     """Others are visible as well, and idle."""
     rates = [h100(UtilizationRates=SimpleNamespace(gpu=percent, memory=5)) for percent in (0, 93, 71, 0)]
     with Sampler({}, interval_s=0.005, module=FakeNvml(*rates)) as sampler:
-        time.sleep(0.05)
+        until(lambda: len(sampler._samples) >= 2 * len(rates))
     assert (sampler.busy_share(), sampler.busy_share(2), sampler.busy_share(3)) == (0.93, 0.71, 0.0)
     with Sampler({}, interval_s=60, module=FakeNvml(h100())) as sampler:
         pass
@@ -157,12 +157,12 @@ def test_a_device_that_is_lost_meanwhile_is_passed_over():
 
 
 def test_a_slow_driver_is_asked_less_often():
-    """Each answer takes 4 ms, seven make a sample: at most 5 % of the time may go into them, so the next comes half a
-    second later, not after 1 ms."""
-    fake = FakeNvml(h100(Temperature=lambda: time.sleep(0.03) or 45))
-    with Sampler({}, interval_s=0.001, module=fake) as sampler:
-        time.sleep(0.3)
-    assert len(sampler._samples) <= 2
+    """A sample takes 30 ms: at most 5 % of the time may go into them, so the next comes half a second later, not after 1 ms."""
+    asked = []
+    fake = FakeNvml(h100(Temperature=lambda: asked.append(time.monotonic()) or time.sleep(0.03) or 45))
+    with Sampler({}, interval_s=0.001, module=fake):
+        until(lambda: len(asked) >= 2)
+    assert asked[1] - asked[0] > 0.5
 
 
 def test_the_samples_are_bounded(monkeypatch):

@@ -322,7 +322,7 @@ def test_who_talks_is_waited_for_and_who_gets_on_without_an_end(talks: bool, mov
             server.wait_gates(0.1, lambda: True, lambda: next(words) if talks else None, 0.4, lambda: next(reached))
     finally:
         server.close()
-    assert waits_s <= time.monotonic() - began < waits_s + 5.0
+    assert waits_s <= time.monotonic() - began < waits_s + 60.0
 
 
 def test_who_always_has_another_message_does_not_postpone_the_timeout(monkeypatch) -> None:

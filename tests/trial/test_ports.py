@@ -7,9 +7,9 @@ import random
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
+from waiting import until
 
 from saturate.trial import ports
 
@@ -53,10 +53,8 @@ def test_only_what_was_asked_for_by_number(family: str) -> None:
         os.killpg(shell.pid, 9)
         shell.wait()
         shell.stdout.close()
-    deadline = time.monotonic() + 10.0
-    while ports.listening(child) and time.monotonic() < deadline:       # killed, and on its way
-        time.sleep(0.01)
-    assert ports.listening(child) == set() == ports.listening([shell.pid])
+    until(lambda: not ports.listening(child))       # killed, and on its way
+    assert ports.listening([shell.pid]) == set()
 
 
 def test_a_range_that_cannot_be_read_is_the_usual_one(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
