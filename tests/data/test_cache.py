@@ -23,7 +23,16 @@ import cache_cases as cases  # noqa: E402
 
 from saturate import ranks  # noqa: E402
 from saturate.agent.context import Context  # noqa: E402
-from saturate.data import cache, cache_ahead, cache_codec, cache_key, cache_probe, cache_reader, cache_store  # noqa: E402
+from saturate.data import (  # noqa: E402
+    cache,
+    cache_ahead,
+    cache_codec,
+    cache_helpers,
+    cache_key,
+    cache_probe,
+    cache_reader,
+    cache_store,
+)
 from saturate.records.facts import Evidence  # noqa: E402
 from saturate.techniques import dataset_cache  # noqa: E402
 
@@ -38,6 +47,9 @@ def on(tmp_path, monkeypatch):
     """Turn the technique on, anew each time; off after the test. Without helpers: what they do is tested by itself."""
     monkeypatch.setenv(dataset_cache.FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(cache_ahead, "PATIENCE_S", 1e9)
+    for module, name in ((cache, "LOOKED_S"), (cache_reader, "LOOKED_S"), (cache_reader, "AT_PASS_S")):
+        monkeypatch.setattr(module, name, 60.0)         # however slow the machine is at the moment
+    monkeypatch.setattr(cache_helpers, "_LEAST_PRIORITY", 0)
     contexts = []
 
     def apply(ahead=0, **options):
@@ -123,7 +135,7 @@ def test_an_item_that_fails_among_others_raises_with_what_was_drawn_before_it(ro
 
 
 def test_what_a_dataset_prints_comes_out_as_often_as_it_would(root, on, capfd):
-    on(ahead=20)
+    on(ahead=300)
     list(torch.utils.data.DataLoader(cases.Prints(root), batch_size=4, num_workers=1))
     assert capfd.readouterr().out.count("reading") <= 1         # stored ahead; one may be made again to compare
 
@@ -158,7 +170,7 @@ def test_samples_are_stored_ahead(root, on):
     dataset = cases.Folder(root, cases.Compose([cases.Scale(), cases.RandomFlip()]))
     plain = {workers: epochs(dataset, num_workers=workers) for workers in (0, 2)}
     for workers in (0, 2):
-        context = on(ahead=20)
+        context = on(ahead=300)
         assert epochs(dataset, num_workers=workers) == plain[workers]
         assert counts(context)[1] == 40             # every sample of both epochs was read from the store
 
@@ -356,7 +368,6 @@ def test_a_transform_that_is_changed_acts(root, on):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_file_that_is_written_anew_between_epochs_acts(root, on, monkeypatch, capfd, workers):
     monkeypatch.setattr(cache_reader, "RECHECKED", -1.0)
-    monkeypatch.setattr(cache, "LOOKED_S", 60.0)        # however slow the machine is at the moment
     context = on()
     dataset = cases.Files(root)
     loader = torch.utils.data.DataLoader(dataset, batch_size=20, num_workers=workers)
@@ -418,7 +429,6 @@ def test_files_beside_those_that_were_opened_are_found_and_not_all_of_a_home(tmp
 
 def test_a_file_that_is_written_anew_acts_also_where_workers_persist(root, on, monkeypatch):
     monkeypatch.setattr(cache_reader, "RECHECKED", -1.0)
-    monkeypatch.setattr(cache, "LOOKED_S", 60.0)
     context = on()
     dataset = cases.Files(root)
     loader = torch.utils.data.DataLoader(dataset, batch_size=20, num_workers=2, persistent_workers=True)
@@ -465,7 +475,6 @@ def test_files_are_looked_at_for_a_share_of_the_time(root):
 
 def test_files_are_looked_at_though_passes_are_short(root, monkeypatch):
     """The share of one pass over a few items is less than one look."""
-    monkeypatch.setattr(cache, "LOOKED_S", 60.0)        # however slow the machine is at the moment
     path = root / "00.bin"
     files = cache._Files({str(path): cache_key.stamp(path.stat())})
     assert all(files.unchanged() for _ in range(9))
@@ -791,7 +800,7 @@ def test_eligibility():
 def test_several_threads_store_ahead_in_the_process_itself(root, on, monkeypatch):
     """And under another key: loader workers, which have one thread, may round otherwise."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    context = on(ahead=20)
+    context = on(ahead=300)
     forks = []
     real = os.fork
     monkeypatch.setattr(os, "fork", lambda: forks.append(1) or real())

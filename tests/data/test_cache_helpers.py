@@ -28,7 +28,7 @@ from waiting import until  # noqa: E402
 
 from saturate import ranks  # noqa: E402
 from saturate.agent.context import Context  # noqa: E402
-from saturate.data import cache_ahead, cache_codec, cache_fork, cache_helpers, cache_store  # noqa: E402
+from saturate.data import cache_ahead, cache_codec, cache_fork, cache_helpers, cache_reader, cache_store  # noqa: E402
 from saturate.techniques import dataset_cache  # noqa: E402
 
 ITEMS = 120
@@ -50,6 +50,8 @@ def context(tmp_path, monkeypatch):
     monkeypatch.delenv(dataset_cache.AHEAD, raising=False)
     monkeypatch.setattr(cache_ahead, "PATIENCE_S", 0.0)
     monkeypatch.setattr(cache_helpers, "usable_cpus", lambda: 2)
+    for name in ("LOOKED_S", "AT_PASS_S"):
+        monkeypatch.setattr(cache_reader, name, 60.0)           # however slow the machine is at the moment
     monkeypatch.setattr(cache_helpers, "_LEAST_PRIORITY", 0)    # beside other load, they would have a hundredth of a core
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     context = Context(torch)
