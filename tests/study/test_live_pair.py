@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -79,9 +80,7 @@ def test_both_start_before_either_is_waited_for(bench: Bench) -> None:
     for live in (first, second):
         assert 0 < live.startup_s < 60 and live.step_ms > 0
         bench.finish_live(live)
-    # The second came to its gate while the first was waited for, not after the first was warm.
-    came = [live.trial.started + live.startup_s for live in (first, second)]
-    assert came[1] < came[0] + first.warmup_s + 5.0
+    assert second.trial.started < first.trial.started + first.startup_s, "it had begun when the first one came to its gate"
     assert [trial["outcome"] for trial in bench.store.trials()] == ["ok", "ok"]
 
 
@@ -201,7 +200,7 @@ def test_a_first_step_is_waited_for_no_longer_than_the_budget(prints: bool, benc
     with pytest.raises(TrialEnded) as ended:
         bench.live("baseline", ())
     assert ended.value.outcome.kind == "not_in_time" and "--budget" in ended.value.outcome.remedy
-    assert 1.5 <= time.monotonic() - began < 15.0 and not bench.living
+    assert 1.5 <= time.monotonic() - began < 60.0 and not bench.living
     study = SimpleNamespace(folder=bench.folder, store=bench.store, request=SimpleNamespace(budget_s=90.0), say=lambda line: None,
                             refusal="", needs_budget="")
     assert baseline.failed(study, ended.value.outcome) is False         # type: ignore[arg-type]
@@ -215,6 +214,13 @@ def test_what_waits_for_a_process_that_failed_is_told_its_exception(bench: Bench
     (bench.workload.cwd / "train.py").write_text(source, encoding="utf-8")
     monkeypatch.setattr(benches, "LEAST_PATIENCE_S", 1.0)
     bench.budget_s = 1.5
+    plain = Trial.wait_ready
+
+    def when_it_failed(trial: Trial, patience_s: float) -> dict[str, Any]:
+        until(lambda: "TypeError" in trial.output())
+        return plain(trial, patience_s)
+
+    monkeypatch.setattr(Trial, "wait_ready", when_it_failed)
     with pytest.raises(TrialEnded) as ended:
         bench.live("baseline", ())
     assert ended.value.outcome.kind == "not_in_time"
@@ -250,7 +256,7 @@ def test_a_candidate_is_waited_for_no_longer_than_the_budget(
     with pytest.raises(TrialEnded) as ended:
         bench.live("screen", techniques) if alone else Verifier(bench).series(Run(techniques))
     assert ended.value.outcome.kind == "not_in_time" and "no more time for it" in ended.value.outcome.reason
-    assert bench.ends <= time.monotonic() < bench.ends + 15.0 and not bench.living
+    assert bench.ends <= time.monotonic() < bench.ends + 60.0 and not bench.living
     assert of_end(ended.value, ())[0] == "inconclusive"
 
 
@@ -399,7 +405,7 @@ def test_who_waits_for_a_first_step_is_told(bench: Bench, monkeypatch: pytest.Mo
     monkeypatch.setattr(benches, "NEXT_WORD_S", 600.0)
     trial, _ = bench.ready("baseline", ())
     bench.finish(trial, ())
-    assert len(said) == 1 and "no training step was seen to repeat in 0 s (three" in said[0]
+    assert len(said) == 1 and re.search(r"no training step was seen to repeat in \d+ s \(three", said[0])
     trial, _ = bench.ready("again", ())         # a command that has trained needs no such words
     bench.finish(trial, ())
     assert len(said) == 1

@@ -244,7 +244,7 @@ signal.raise_signal(signal.SIGINT)
 @pytest.mark.parametrize("ids", [[], ["zero-grad-none"]])
 def test_signals_reach_the_command(number: signal.Signals, ids: list[str], place: Place) -> None:
     """The process that was started is the one that trains, and gets the signal itself."""
-    place.write("import time; print('up', flush=True); time.sleep(60)")
+    place.write("import time; print('up', flush=True); time.sleep(600)")
     statuses = []
     for front in ([], [*SATURATE, "run", str(place.recipe(*ids)), "--"]):
         process = subprocess.Popen([*front, sys.executable, "train.py"], cwd=place.folder, env=place.environment,
@@ -252,7 +252,7 @@ def test_signals_reach_the_command(number: signal.Signals, ids: list[str], place
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
         time.sleep(0.05)
         process.send_signal(number)
-        statuses.append(process.wait(timeout=20))
+        statuses.append(process.wait(timeout=60))
         process.stdout.close()
     assert statuses == [-number, -number]
 
