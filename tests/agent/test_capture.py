@@ -78,7 +78,7 @@ def test_the_second_optimizer_of_a_step_is_no_successor_of_the_first_for_what_bo
     """Where the step was known from another process, it was: the step that it ends never came, and the training went on for ever."""
     capture = {"folder": str(tmp_path), "updates": 8, "seed": 20, "aligned": False, "perturb": None}
     step = {"token": "S1", "count": 1, "tokens": ["B", "S0", "S1"]}
-    start(str(script(SHARED + LOOP)), capture=capture, step=step, timeout_s=20.0).wait_ready()
+    start(str(script(SHARED + LOOP)), capture=capture, step=step).wait_ready()
     assert len(series.read(tmp_path)) == 8
 
 

@@ -462,7 +462,7 @@ for _ in range(REPLAYS): time.sleep(0.01)       # call no Python of the training
 @pytest.mark.parametrize("warm", [3, 11])
 def test_a_script_that_replays_whole_steps_is_told_why_nothing_is_seen(warm, script, start):
     """Before and after its first gate."""
-    trial = start(str(script(REPLAYING.replace("WARM", str(warm)).replace("REPLAYS", "6000"))), timeout_s=20.0)
+    trial = start(str(script(REPLAYING.replace("WARM", str(warm)).replace("REPLAYS", "60000"))))
     with pytest.raises(TrialEnded) as ended:
         trial.wait_ready()
         trial.run_block(0, 50)

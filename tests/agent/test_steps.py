@@ -507,7 +507,7 @@ class Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x): return x.clone()
     @staticmethod
-    def backward(ctx, g): time.sleep(0.02); return g
+    def backward(ctx, g): time.sleep(0.1); return g
 opt = torch.optim.SGD(model.parameters(), lr=1e-3)
 def closure():
     opt.zero_grad(); loss = Slow.apply(loss_of()); loss.backward(); return loss
@@ -516,8 +516,8 @@ while True: opt.step(closure)
     trial = start(str(script(source)))
     trial.wait_ready()
     parts = trial.run_block(1, 10, split=True).parts
-    assert parts["backward"] > 200e6
-    assert parts["optimizer"] < 100e6, parts
+    assert parts["backward"] > 1000e6
+    assert parts["optimizer"] < 0.5 * parts["backward"], parts
 
 
 def test_ddp_ranks_are_gated_together(script, start):
@@ -605,20 +605,25 @@ def test_step_is_found_in_frameworks(package, source, script, start):
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize(("sample_s", "step_s", "behind"), [(0.0, 0.03, False), (0.06, 0.01, True)])
-def test_the_gate_says_how_far_the_loader_is_behind(script, start, sample_s, step_s, behind, pinned):
-    """Before the queue is empty, no step takes longer for it."""
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_gate_says_how_far_the_loader_is_behind(script, start, behind, pinned):
+    """Before the queue is empty, no step takes longer for it. The workers make one batch for each that is taken, or all that they are asked for."""
     source = f"""
-    import time, torch, torch.nn as nn
+    import multiprocessing, time, torch, torch.nn as nn
     from torch.utils.data import DataLoader, Dataset
+    allowed, made = (multiprocessing.Value("l", most) for most in ({2 if behind else 4096}, 0))
     class Data(Dataset):
         def __len__(self): return 4096
         def __getitem__(self, i):
-            time.sleep({sample_s}); return torch.randn(8)
+            while i >= allowed.value: time.sleep(0.001)
+            with made: made.value += 1
+            return torch.randn(8)
     model = nn.Linear(8, 1); opt = torch.optim.SGD(model.parameters(), lr=1e-3)
     loader = DataLoader(Data(), batch_size=1, num_workers=2, prefetch_factor=4, pin_memory={pinned})
-    for b in loader:
-        time.sleep({step_s}); opt.zero_grad(); model(b).mean().backward(); opt.step()
+    for n, b in enumerate(loader, 1):
+        while loader.num_workers and not {behind} and made.value < n + 8: time.sleep(0.001)
+        opt.zero_grad(); model(b).mean().backward(); opt.step()
+        allowed.value += 1
     """
     trial = start(str(script(source)))
     trial.wait_ready()
@@ -626,7 +631,7 @@ def test_the_gate_says_how_far_the_loader_is_behind(script, start, sample_s, ste
     for _ in range(4):
         trial.run_block(0, 4)
         found.append(trial.unmade_batches)
-    assert (min(found) >= 4) if behind else (sum(found) <= 1), found
+    assert (min(found) >= 4) if behind else (max(found) <= 2), found
     # Without workers, nothing is ever owed.
     plain = start(str(script(source.replace("num_workers=2, prefetch_factor=4", "num_workers=0"))))
     plain.wait_ready()

@@ -95,7 +95,7 @@ while True:
     opt.zero_grad()
     for micro in range(n): backward(micro == n - 1)
     opt.step()
-""")), timeout_s=20.0)
+""")))
     assert trial.wait_ready()["step"]["tokens"] == ["B"] * 4 + ["S0"]
     assert len(trial.run_block(1, 4).timed_ns) == 4
     assert [greeting["step"]["tokens"].count("B") for greeting in trial.greetings()] == [4, 12]

@@ -82,7 +82,7 @@ class Disk:
         thread.join(LEAST_WAIT_S)
         assert thread.is_alive(), "it did not wait"
         self.go()
-        thread.join(20.0)
+        thread.join(60.0)
         assert not thread.is_alive(), "it waits for ever"
         if isinstance(found[0], BaseException):
             raise found[0]

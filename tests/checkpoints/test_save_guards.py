@@ -19,6 +19,7 @@ import time
 import pytest
 import torch
 from saving_kit import Disk, applied, as_another, same, state
+from waiting import until
 
 from saturate.checkpoints import host_memory, seams, writer
 from saturate.checkpoints.writer import MOST_PENDING
@@ -126,7 +127,7 @@ def test_announcing_waits(name, pending, disk):
 def test_the_rest_passes(name, pending, disk):
     began = time.perf_counter()
     PASSES[name](pending)
-    assert time.perf_counter() - began < 10 and not disk._free.is_set()
+    assert time.perf_counter() - began < 50 and not disk._free.is_set(), "the disk waits for 60"
 
 
 def test_the_previous_file_stands_until_then(pending, disk):
@@ -429,7 +430,7 @@ def test_a_save_that_is_interrupted_on_its_way_goes_on(pending, disk, tmp_path, 
         disk.go()
         looking = threading.Thread(target=os.stat, args=(pending,), daemon=True)
         looking.start()
-        looking.join(10.0)
+        looking.join(60.0)
         stuck = looking.is_alive()
         with condition:
             condition.notify_all()
@@ -463,7 +464,7 @@ def test_a_forked_child_waits_by_itself(pending, disk):
     time.sleep(0.2)
     assert results.empty()
     disk.go()
-    assert results.get(timeout=20)[1] == 2
+    assert results.get(timeout=60)[1] == 2
     child.join()
 
 
@@ -496,7 +497,7 @@ def test_a_forked_child_saves_by_itself(tmp_path, disk):
         torch.save(state(1), tmp_path / "a.pt")
         child = multiprocessing.get_context("fork").Process(target=_saves_itself, args=(str(tmp_path / "b.pt"),))
         child.start()
-        child.join(20)
+        child.join(60)
         assert child.exitcode == 0
         with as_another():
             assert same(torch.load(tmp_path / "b.pt"), state(9)) and not os.path.exists(tmp_path / "a.pt")
@@ -526,7 +527,7 @@ def test_a_program_of_a_forked_child_waits(pending, disk):
     child.start()
     time.sleep(0.2)
     disk.go()
-    child.join(20)
+    child.join(60)
     assert child.exitcode == 0
     assert all(same(torch.load(f"{pending}.{name}"), state(2)) for name in ("run", "spawned", "renamed"))
 
@@ -551,11 +552,8 @@ def test_who_waits_for_a_training_that_was_killed_goes_on(tmp_path):
         "    signal.pause()\n")
     environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent)}
     assert subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=60).returncode == -9
-    for _ in range(200):
-        if (tmp_path / "seen").exists() and (tmp_path / "seen").read_text():
-            break
-        time.sleep(0.05)
-    assert (tmp_path / "seen").read_text() == "False"
+    seen = tmp_path / "seen"
+    assert until(lambda: seen.exists() and seen.read_text()) == "False"
 
 
 def test_a_script_that_replaces_getpid_dies_of_its_own_signal(tmp_path):
@@ -659,19 +657,18 @@ def test_what_a_helper_that_ended_has_written_is_written_again(tmp_path, monkeyp
         assert same(torch.load(tmp_path / "model.pt"), state(1)) and os.path.getsize(tmp_path / "model.pt") < 1 << 22
 
 
-def test_a_helper_ends_at_once_whoever_else_holds_its_socket():
+def test_a_helper_ends_at_once_whoever_else_holds_its_socket(monkeypatch):
     """As a process does that a library in C forked, or that was forked while the thread used it."""
     from saturate.checkpoints import persist, writer
 
+    monkeypatch.setattr(persist, "_END_S", 120.0)       # that long it is waited for where it does not hear of the end
     helper = persist.Helper()
     held = os.dup(helper._socket.fileno())
     began = time.monotonic()
     helper.close()
     os.close(held)
-    assert time.monotonic() - began < 4, "nobody waits for it that long"
-    while writer._began(helper.pid):
-        assert time.monotonic() - began < 20, "it goes on"
-        time.sleep(0.01)
+    assert time.monotonic() - began < 60, "nobody waits for it that long"
+    until(lambda: not writer._began(helper.pid), "it goes on")
 
 
 def test_a_script_that_waits_for_all_its_children_does_not_meet_a_helper(tmp_path):

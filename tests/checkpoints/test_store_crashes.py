@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import resource
@@ -112,7 +113,7 @@ def in_child(work: Callable[[int], None]) -> tuple[int, int]:
 
 def kill_after(pid: int, reader: int, delay_s: float) -> int:
     """Kill after the first report and a delay; the last step that was reported, -1 for none. The child must be at work until then."""
-    select.select([reader], [], [], 30)
+    select.select([reader], [], [], 60)
     time.sleep(delay_s)
     os.kill(pid, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, "it had ended by itself: nothing was killed"
@@ -127,7 +128,7 @@ def saving(folder: Path, first: int) -> Callable[[int], None]:
     def work(descriptor: int) -> None:
         job = Job(folder)
         job.keeper.save("/dev/null", lambda target: None)
-        for step in range(first, first + 1000):
+        for step in itertools.count(first):     # until it is killed, however late that comes
             job.save(step)
             os.write(descriptor, step.to_bytes(4, "little"))
 

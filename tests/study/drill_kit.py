@@ -98,5 +98,5 @@ def drill(folder: Path, source: str, *options: str, command: tuple[str, ...] = (
                           timeout=seconds, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == code, done.stderr[-4000:]
     assert done.stdout.count("\n") == 1, done.stdout
-    assert not here.wait_until_nothing_lives(10.0)
+    assert not here.wait_until_nothing_lives()
     return {**json.loads(done.stdout), "stderr": done.stderr}

@@ -34,7 +34,7 @@ def advise(folder: Path, source: str, *options: str, code: int = 0) -> dict[str,
         done = subprocess.run(words, cwd=folder, env=here.environment(), capture_output=True, text=True, timeout=240, check=False,
                               stdin=subprocess.DEVNULL)
     assert done.returncode == code, done.stderr[-4000:]
-    assert not here.wait_until_nothing_lives(10.0)
+    assert not here.wait_until_nothing_lives()
     return {"stderr": done.stderr, **(json.loads(done.stdout) if done.stdout else {})}
 
 

@@ -119,7 +119,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and '"verdict":"inconclusive","reason":"interrupted"' in stdout
     assert no_traceback_of_ours(stderr), stderr
-    assert not here.wait_until_nothing_lives(10.0)
+    assert not here.wait_until_nothing_lives()
     assert list(tree(tmp_path)) == ["train.py"] and not list((tmp_path / ".saturate").rglob("layers"))
 
 
@@ -469,7 +469,7 @@ def test_a_kill_of_saturate_itself_leaves_nothing(tmp_path: Path) -> None:
         while not list(tmp_path.glob(".saturate/*/reference/p1/events/*.jsonl")) and time.monotonic() < deadline:
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGKILL)
-    assert not here.wait_until_nothing_lives(20.0)
+    assert not here.wait_until_nothing_lives()
     assert drill(tmp_path, SCRIPT, "--kills", "1")["verdict"] == "resumes_exactly", "and the next one works"
 
 

@@ -63,7 +63,7 @@ for epoch in range(int(sys.argv[2]) if len(sys.argv) > 2 else 10**6):
 def home(tmp_path):
     folder = FitFolder(tmp_path)
     yield folder
-    left = folder.wait_until_nothing_lives(10)
+    left = folder.wait_until_nothing_lives()
     assert not left, left
 
 

@@ -486,7 +486,7 @@ def test_a_profile_from_beginning_to_end(tmp_path, monkeypatch):
     assert "--only loader-workers" in found["next_command"] and found["mfu"] is None and found["unknown"]["mfu"]
     assert Path(found["trace"]).is_file() and Path(found["report"]).read_text(encoding="utf-8").startswith("<!")
     assert not (tmp_path / "left-behind.txt").exists()
-    assert not folder.wait_until_nothing_lives(10)
+    assert not folder.wait_until_nothing_lives()
 
 
 @pytest.mark.slow
@@ -523,7 +523,7 @@ def test_an_interrupted_profile_leaves_nothing_running(tmp_path):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    assert not folder.wait_until_nothing_lives(10)
+    assert not folder.wait_until_nothing_lives()
 
 
 @pytest.mark.parametrize(("words", "said"), [

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 from tune_kit import TRAINING, Folder, no_traceback_of_ours, untouched
+from waiting import until
 
 from saturate.study import bench as study_bench
 from saturate.study import state
@@ -59,10 +60,12 @@ def test_killed_again_and_again_it_goes_on(tmp_path):
     with untouched(tmp_path):
         for patience in (0.4, 3.0, 6.0):
             with folder.start(*OPTIONS) as process:
+                if patience > 1.0:          # else it is killed before it has a study, or soon after
+                    until(lambda: list(tmp_path.glob(f".saturate/*/{NAME}")))
                 time.sleep(patience * chance.uniform(0.6, 1.4))
                 process.send_signal(signal.SIGKILL)
                 process.communicate()
-            assert not folder.wait_until_nothing_lives(10.0)
+            assert not folder.wait_until_nothing_lives()
             studies = [path.parent for path in tmp_path.glob(f".saturate/*/{NAME}")]
             assert len(studies) <= 1
             if studies:
@@ -98,7 +101,7 @@ def test_an_interrupted_study_is_resumed_by_the_same_command_only(tmp_path):
         while not list(tmp_path.glob(".saturate/*/t001/output.log")):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=120)
     assert "nothing is kept so far; the same command goes on from here" in stderr
     run = json.loads(stdout)["run"]
     assert folder.tune("--only", "gc-freeze", "--timeout", "1s").result.run != run

@@ -97,7 +97,7 @@ class Folder:
                     found[int(name)] = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
         return found
 
-    def wait_until_nothing_lives(self, seconds: float) -> dict[int, str]:
+    def wait_until_nothing_lives(self, seconds: float = 60.0) -> dict[int, str]:
         deadline = time.monotonic() + seconds
         while (left := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.05)
