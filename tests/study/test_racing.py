@@ -233,7 +233,7 @@ def test_a_race_that_time_ended_is_judged_by_the_level_of_a_whole_pair():
     assert running.estimate.confidence == 1 - race.EARLY_LEVEL and running.action == "more_rounds"
     assert ended.estimate.confidence == race.look_confidence(3) and ended.action == "stop"
     result = run(Bench(), Limits(max_pairs=1, min_rounds=6, max_rounds=10_000), seconds=0.0)
-    assert result.record.rounds == 6 and result.decision.estimate.confidence == race.look_confidence(1)
+    assert result.record.rounds == race.FEW_ROUNDS and result.decision.estimate.confidence == race.look_confidence(1)
 
 
 @pytest.mark.parametrize(("mode", "half_time"), [("concurrent", 4), ("alternate", 3)])
@@ -247,7 +247,7 @@ def test_beyond_the_deadline_two_long_rounds_must_do(mode, half_time, monkeypatc
             clock[0] += round_s / 2
             return super().run_block(skip, steps, cpus)
 
-    for round_s, deadline, rounds in ((32.0, 40.0, 2), (32.0, 100.0, half_time), (1.0, 2.5, 6), (32.0, 0.0, 2)):
+    for round_s, deadline, rounds in ((32.0, 40.0, 2), (32.0, 100.0, half_time), (1.0, 2.5, race.FEW_ROUNDS), (32.0, 0.0, 2)):
         bench = Bench(process=Slow)
         result = in_whole_blocks(bench, mode).run("q", (), (), Limits(max_pairs=1, min_rounds=6, max_rounds=6), clock[0] + deadline)
         assert result.record.rounds == rounds, (round_s, deadline)
