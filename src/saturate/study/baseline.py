@@ -33,9 +33,10 @@ ALTERNATES = "two at once"
 CONTEXT_BYTES = 600 << 20
 
 #: Verification runs at once: all that a comparison needs (the baseline, its repetition, a twin, the candidate) on an accelerator, where most
-#: of such a run is its start, which takes a core or two; on a CPU the trainings themselves share the cores.
+#: of such a run is its start, which takes a core or two; on a CPU the trainings themselves share the cores, unless they train in turn: then
+#: all but the baseline, which is recorded before.
 MOST_AT_ONCE = 4
-MOST_AT_ONCE_ON_CPU = 2
+MOST_AT_ONCE_ON_CPU, MOST_IN_TURN = 2, 3
 CORES_TO_START = 2
 
 #: A baseline whose step took this many times as long as those of the last race (a process may stay slow as long as it lives) is no
@@ -255,9 +256,10 @@ def at_once(study: Study, mode: str, pace: Pace | None) -> int:
     What they record needs memory too, as much as one more; and under a limit each may need all of it."""
     facts = study.facts
     assert facts is not None
-    if mode != "concurrent" or study.request.limit_bytes is not None or pace is None or pace.order(UPDATES) == "one by one":
+    order = "one by one" if pace is None else pace.order(UPDATES)
+    if mode != "concurrent" or study.request.limit_bytes is not None or order == "one by one":
         return 1
-    most = MOST_AT_ONCE_ON_CPU
+    most = MOST_IN_TURN if order == "in turn" else MOST_AT_ONCE_ON_CPU
     if facts.device != "cpu":
         most = max(most, min(MOST_AT_ONCE, facts.machine.cpu_count // CORES_TO_START))
     return next((runs for runs in range(most, 1, -1) if _too_small(study.baseline, facts, runs + 2) is None), 1)
