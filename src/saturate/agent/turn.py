@@ -1,4 +1,5 @@
-"""Where a process that was started beside another one waits until that one has come to its gate: it has started by then, and has not trained.
+"""Where a process that was started beside another one waits, before it trains, until the controller gives it its turn: the other one is warm
+then, or has recorded its updates.
 
 Both would want all cores for their steps, and threads that wait for each other spin on cores that the others need. Starting (imports,
 reading data) takes most of a short trial and wants one core. The controller holds a lock on a file, which this end waits for: the

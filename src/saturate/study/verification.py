@@ -294,13 +294,12 @@ class Verifier:
 
     def _prepare(self, *runs: Run) -> None:
         """Record what is not known of these, if several can be recorded at a time; otherwise each has its turn when it is asked for."""
-        if self.at_once > 1:
-            missing = [run for run in runs if not self._known(run)]
-            alone = self._order(missing) == "one by one"
-            at_once = 1 if alone else self.at_once
-            for first in range(0, len(missing), at_once):
-                if len(together := missing[first:first + at_once]) > 1:     # one alone gains nothing by being early, and may not be needed
-                    self._record(*together)
+        missing = [run for run in runs if not self._known(run)]
+        if self.at_once == 1 or self._order(missing) == "one by one":
+            return
+        for first in range(0, len(missing), self.at_once):
+            if len(together := missing[first:first + self.at_once]) > 1:    # one alone gains nothing by being early, and may not be needed
+                self._record(*together)
 
     def _order(self, runs: Iterable[Run]) -> Order:
         return self.bench.order(UPDATES, tuple(member for run in runs for member in run.techniques))
