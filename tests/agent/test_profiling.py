@@ -235,6 +235,24 @@ def test_nothing_of_a_window_stays(start, script, tmp_path):
         assert during[-3:] == ["SAME"] * 3, kind
 
 
+PLAYS = PLAIN.replace("while True:", """
+steps = 0
+while True:
+    steps += 1
+    if steps > 30:          # an episode of play, in which something is printed all the time
+        for _ in range(600): time.sleep(0.1); print("plays", flush=True)
+""")
+
+
+def test_a_look_waits_no_longer_than_it_may(start, script):
+    trial = start(str(script(PLAYS)))
+    trial.wait_ready()
+    trial.run_block(1, 3)
+    with pytest.raises(TrialEnded) as ended:
+        trial.look("sample", 1, 60, patience_s=2.0)
+    assert ended.value.outcome.kind == "not_in_time" and "it had not come to where it is measured" in ended.value.outcome.reason
+
+
 def said(trial) -> list[str]:
     """Of each step but the last, which it ends behind the gate: what was printed travels through a pipe."""
     def lines() -> list[str]:

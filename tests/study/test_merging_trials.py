@@ -122,8 +122,10 @@ _DROPS_HALF = """
     context.set_attribute(trainer, "training_step", step)
 """
 
-#: Three of four are dropped, where two are said to be one.
-_DROPS_MORE = _DROPS_HALF.replace("count[0] % 2", "count[0] % 4")
+#: Seven of eight are dropped, where two are said to be one: of three of four, the few steps of a warm-up cannot tell (the last update of an
+#: epoch has fewer micro-steps), and verification must.
+_DROPS_MORE = _DROPS_HALF.replace("count[0] % 2", "count[0] % 8")
+_DROPS_SOME_MORE = _DROPS_HALF.replace("count[0] % 2", "count[0] % 4")
 
 #: As ours, without its own proof.
 _PROVES_NOTHING = """
@@ -220,7 +222,7 @@ def test_with_dropout_it_is_a_training_of_the_same_kind(workbench):
     assert found.passed, found.reason
 
 
-@pytest.mark.parametrize("body", [_DROPS_HALF, _DROPS_MORE], ids=["half", "more than it says"])
+@pytest.mark.parametrize("body", [_DROPS_HALF, _DROPS_SOME_MORE], ids=["half", "more than it says"])
 def test_what_drops_samples_is_found_out(workbench, tmp_path, body):
     found = verified(workbench(script()), claims(tmp_path, body))
     assert found.passed is False, found.reason

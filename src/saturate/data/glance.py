@@ -27,7 +27,7 @@ from saturate.data.contents import CONTAINERS, METHODS, PLAIN, is_standard, part
 #: Share of the time that goes into glances, and how many seconds more.
 LOOKED, LOOKED_S = 0.01, 0.03
 
-#: A glance may wait for data that come from a disk as many times as long as it may compute.
+#: A glance may wait, for data that come from a disk or for a core, as many times as long as it may compute.
 PATIENCE = 4.0
 
 #: Bytes of an array that are read at once, and how many are read in a second at most.
@@ -56,7 +56,7 @@ class Watch:
     def __init__(self) -> None:
         self._asked = time.perf_counter()
         self._needs_s = 0.0
-        self.took_s = 0.0                   # the last one
+        self.took_s = 0.0                   # the last one, as time counts in a glance
 
     def at_pass(self, *things: Any) -> tuple[int, int] | None:
         """As a pass begins: it may take a share of the time since the one before, and in any case a little."""
@@ -73,9 +73,14 @@ class Watch:
             return None
         began, cpu = time.perf_counter(), time.thread_time()
         seen = glance(*things, seconds=allowed_s, trained=trained)
-        self.took_s = time.perf_counter() - began
+        self.took_s = _spent_s(began, cpu)
         self._needs_s = time.thread_time() - cpu if seen is not None else 4 * allowed_s
         return seen
+
+
+def _spent_s(began: float, cpu: float) -> float:
+    """Since these times of the clock and of the thread: what was computed, or a share of what was waited, for a disk or for a core."""
+    return max(time.thread_time() - cpu, (time.perf_counter() - began) / PATIENCE)
 
 
 class _TooLong(Exception):
@@ -101,8 +106,7 @@ class _Look(pickle.Pickler):
         self.sum = zlib.crc32(data, self.sum)
 
     def in_time(self, more: int = 0) -> None:
-        spent_s = max(time.thread_time() - self._cpu, (time.perf_counter() - self._began) / PATIENCE)
-        if spent_s + more / MOST_BYTES_S > self._seconds:
+        if _spent_s(self._began, self._cpu) + more / MOST_BYTES_S > self._seconds:
             raise _TooLong
 
     def reducer_override(self, thing: Any) -> Any:

@@ -55,8 +55,10 @@ _VERY_LONG_STEP_MS, _LEAST_OF_LONG = 5000.0, 3
 #: Mean and median of the timed steps that differ by more than this share: the next window is twice as long.
 UNEVEN = 0.1
 
-#: What `tune` gives for a diagnosis of its baseline, of its budget, and how much longer a step is taken to last meanwhile.
+#: What `tune` gives for a diagnosis of its baseline, of its budget; how long it waits at least for each half of one that takes longer
+#: than was expected, in seconds; and how much longer a step is taken to last meanwhile.
 GLANCE_SHARE = 0.1
+GLANCE_WAIT_S = 15.0
 PROFILED_IS_SLOWER = 2
 
 #: With a step longer than this, modules are timed in one step instead of two.
@@ -216,9 +218,11 @@ def glance(study: Study, live: Live, facts: Facts, reached: dict[str, Any]) -> l
         return []
     from saturate.study import diagnose
 
+    # Steps may meet what none before them did, an episode of play or an evaluation of minutes.
+    patience_s = max(GLANCE_WAIT_S, GLANCE_SHARE * study.request.budget_s)
     try:
-        seen.sample = live.trial.look("sample", skip, many)
-        seen.record = live.trial.look("record", skip, few, folder=str(live.trial.spec.folder), step_ms=live.step_ms)
+        seen.sample = live.trial.look("sample", skip, many, patience_s)
+        seen.record = live.trial.look("record", skip, few, patience_s, folder=str(live.trial.spec.folder), step_ms=live.step_ms)
         _keep_traces(study, live.trial.spec.folder, seen)
         found = diagnose.diagnose(study.request, seen, _applicable(study, facts)) if seen.traces else None
     except TrialEnded as ended:         # what comes next starts a fresh process, and says what is wrong if it ends as well

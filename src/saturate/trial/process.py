@@ -217,16 +217,16 @@ class Trial:
         return hello
 
     def run_block(self, skip: int, steps: int, split: bool = False, watch: dict[str, Any] | None = None,
-                  cpus: Sequence[int | None] = (), **orders: Any) -> Block:
-        """Run `skip` steps, then `steps` timed ones, and come back to the gate. `watch`: see `agent.profiling`; `cpus`: where each
-        rank begins, if not where it is (see `measure.placement`); `orders`: what else every rank is to do on the way (`fit`: see
-        `agent.batching`)."""
+                  cpus: Sequence[int | None] = (), patience_s: float = math.inf, **orders: Any) -> Block:
+        """Run `skip` steps, then `steps` timed ones, and come back to the gate, in no more than `patience_s`. `watch`: see
+        `agent.profiling`; `cpus`: where each rank begins, if not where it is (see `measure.placement`); `orders`: what else every
+        rank is to do on the way (`fit`: see `agent.batching`)."""
         assert not self.frozen
         queued, began = meter.queued_ns(), time.perf_counter_ns()
         placed = {"cpus": list(cpus)} if len(cpus) == len(self.gates) else {}
         self._guarded(lambda: self.server.go({"do": "go", "skip": skip, "steps": steps, "split": split, "watch": watch, **placed, **orders}))
         counts, sample = self.counts, self.sample
-        gates = self._wait_gate(expected_s=(skip + steps) * self._step_s)
+        gates = self._wait_gate(patience_s, (skip + steps) * self._step_s)
         ended = time.perf_counter_ns()
         self.steps += skip + steps
         self.server.notices.clear()
@@ -264,10 +264,10 @@ class Trial:
         self._looked_at = self._looked_at or question == "ceilings"
         return self._guarded(lambda: self.server.ask({"do": question}, self.workload.timeout_s, self._alive))
 
-    def look(self, kind: str, skip: int, steps: int, **options: Any) -> dict[str, Any]:
+    def look(self, kind: str, skip: int, steps: int, patience_s: float = math.inf, **options: Any) -> dict[str, Any]:
         """Look closely at `steps` steps after `skip` (at least 1): what rank 0 saw. `kind` and `options`: `agent.profiling`. Of the
         other ranks only what kept them from it is returned, by rank, as "others"."""
-        self.run_block(skip, steps + 1, watch={"kind": kind, "skip": skip, "steps": steps, **options})
+        self.run_block(skip, steps + 1, watch={"kind": kind, "skip": skip, "steps": steps, **options}, patience_s=patience_s)
         first, *others = self._guarded(lambda: self.server.ask_all({"do": "seen"}, self.workload.timeout_s, self._alive))
         problems = {rank: seen["problem"] for rank, seen in enumerate(others, 1) if seen and "problem" in seen}
         return {**first, "others": problems} if problems else first
@@ -285,7 +285,7 @@ class Trial:
                 in_study = self.spec.until < math.inf       # else it is the first of all, whose ranks stand apart for a reason of their own
                 if time.monotonic() < until or (isinstance(silence, RanksApart) and not in_study):
                     raise
-                raise self.end(self._untrained(late(until - began, in_study))) from None
+                raise self.end(self._untrained(late(until - began, in_study or self.server.hello() is not None))) from None
 
         gates = self._guarded(wait, min(longest_silence, until - began))
         self.gates = gates
