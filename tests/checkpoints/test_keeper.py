@@ -205,6 +205,7 @@ def test_all_ways_to_name_the_file_and_to_load_it(job):
     torch.save(states[0], buffer)
     buffer.seek(0)
     assert equal(load(buffer), states[0])
+    assert equal(load(io.BytesIO(path.read_bytes())), states[2])        # a script may read the file by itself
     with pytest.raises(FileNotFoundError):
         load(job.folder / "nothing.pt")
 

@@ -72,7 +72,11 @@ def look(path: Path | str) -> Pointer | None:
     if not stat.S_ISREG(seen.st_mode) or not 0 < seen.st_size <= LARGEST_BYTES:
         return None             # not even opened: a pipe would notice
     with open(path, "rb") as stream:
-        content = stream.read(LARGEST_BYTES + 1)
+        return _in(stream.read(LARGEST_BYTES + 1))
+
+
+def _in(content: bytes) -> Pointer | None:
+    """The pointer that a file of this content is; None when it is none."""
     try:
         if not content.startswith(b"PK") or _MEMBER.encode() not in content:
             return None
@@ -137,10 +141,10 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(f: Any, *args: Any, **kwargs: Any) -> Any:
         path = _path_of(f)
-        pointer = read(path) if path is not None else None
+        pointer = read(path) if path is not None else _in_memory(f)
         if pointer is None:
             return original(f, *args, **kwargs)
-        with resolved(pointer, Path(path)) as (store, manifest), manifests.opened(store, manifest) as stream:
+        with resolved(pointer, Path(path or os.curdir)) as (store, manifest), manifests.opened(store, manifest) as stream:
             try:
                 # There is no file to map: it is read, which gives the same tensors.
                 return original(stream, *args, **{**kwargs, "mmap": False})
@@ -170,6 +174,13 @@ def copying(original: Callable[..., Any]) -> Callable[..., Any]:
         return dst
 
     return copyfile
+
+
+def _in_memory(f: Any) -> Pointer | None:
+    """The pointer in a buffer: scripts read a file by themselves, and hand over what was in it."""
+    if not isinstance(f, io.BytesIO) or f.closed or not 0 < len(f.getbuffer()) - f.tell() <= LARGEST_BYTES:
+        return None
+    return _in(bytes(f.getbuffer()[f.tell():]))
 
 
 def _path_of(f: Any) -> str | None:

@@ -4,9 +4,9 @@ What it does
 ------------
 `torch.save` to a path cuts the file that it would write into chunks and stores those that
 the store does not hold yet, as differences from the chunk in the same place of the last checkpoint where that is
-smaller. At the path stands a small file that names the checkpoint; `torch.load` under `saturate run` follows it. Each
-checkpoint loads by itself: chunks that any checkpoint needs stay until `saturate checkpoint gc` is told otherwise,
-whatever other files are removed.
+smaller. At the path stands a small file that names the checkpoint; `torch.load` under `saturate run` follows it, also
+from a buffer that the script has read it into. Each checkpoint loads by itself: chunks that any checkpoint needs stay
+until `saturate checkpoint gc` is told otherwise, whatever other files are removed.
 
 The first two saves of a series (`ckpt_100.pt`, `ckpt_200.pt`) are plain and are compared; where that shows little to
 gain, it says so and all saves stay plain. When the script ends, the newest checkpoint of each series becomes a plain
