@@ -126,6 +126,29 @@ def test_files_that_are_renamed_when_they_are_whole_are_known_by_their_new_names
         str(tmp_path / name) for name in ("a.pt", "a.pt", "last/b.pt")], "of a link, what it leads to: that is what was saved"
 
 
+BY_DESCRIPTOR = """
+import os, subprocess, tempfile, torch
+net = torch.nn.Linear(4, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(3):
+    net(torch.ones(2, 4)).sum().backward(); opt.step()
+    descriptor, name = tempfile.mkstemp(dir=".")
+    with open(descriptor, "wb") as file: torch.save(net.state_dict(), file)
+    os.replace(name, "a.pt")
+    with open("a.pt", "rb") as file, os.fdopen(os.dup(file.fileno()), "rb") as again: assert torch.load(again)
+    assert subprocess.run("cat", input=b"1", stdout=subprocess.PIPE).stdout == b"1"      # pipes are opened so, too
+    with tempfile.TemporaryFile() as nameless: torch.save(0, nameless)
+net(torch.ones(2, 4)).sum().backward(); opt.step()
+"""
+
+
+def test_files_that_are_opened_by_their_descriptors_are_known_by_their_paths(written, tmp_path: Path) -> None:
+    log = written(BY_DESCRIPTOR, written=[str(tmp_path / "a.pt")])
+    assert [save.update for save in saves(log.events, Step("S0"))] == [1, 2, 3], "of `tempfile.mkstemp`, which scripts save to and rename"
+    assert {event["path"] for event in log.events if event["at"] in ("moved", "read")} == {str(tmp_path / "a.pt")}
+    assert {str(Path(path).parent) for save in saves(log.events, Step("S0")) for path in save.paths} == {str(tmp_path)}
+
+
 def test_a_sample_has_one_name_whatever_its_index_is_written_as() -> None:
     """A script that trains by a list and resumes by what is left of a permutation has the same samples."""
     torch, np = pytest.importorskip("torch"), pytest.importorskip("numpy")

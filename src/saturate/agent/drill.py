@@ -32,6 +32,7 @@ import io
 import json
 import operator
 import os
+import stat
 import threading
 import time
 import zlib
@@ -325,11 +326,11 @@ class Drill:
     def _opened_by_python(self, opened: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         path = args[0] if args else kwargs["file"]
         if kwargs.get("opener") is not None:        # tempfile names its folder, and opens a file in it
-            path = os.readlink(f"/proc/self/fd/{opened.fileno()}")
+            path = opened.fileno()
         self._opened(path, args[1] if len(args) > 1 else kwargs.get("mode", "r"))
 
     def _opened(self, file: Any, mode: str) -> None:
-        if not self._mine() or not isinstance(file, (str, bytes, os.PathLike)) or "b" not in mode:
+        if not self._mine() or "b" not in mode or not isinstance(file := _path_of(file), (str, bytes, os.PathLike)):
             return
         path = os.path.abspath(os.fsdecode(file))
         if "r" in mode:
@@ -353,7 +354,7 @@ class Drill:
         """torch.save or safetensors writes: to a file, or to memory, as libraries do that hand the bytes to a file system."""
         if not self._mine() or not self.tokens:
             return
-        if isinstance(file, (str, bytes, os.PathLike)):
+        if isinstance(file := _path_of(file), (str, bytes, os.PathLike)):
             self._saved(os.path.abspath(os.fsdecode(file)))
         else:
             self._buffered = True
@@ -380,6 +381,14 @@ class _Opener:
         opened = self._original(*args, **kwargs)
         self._notice(opened, args, kwargs)
         return opened
+
+
+def _path_of(file: Any) -> Any:
+    """What was opened, by its path where that was a descriptor (of `tempfile.mkstemp`, for one); as it is where it has none, as a pipe."""
+    if not isinstance(file, int):
+        return file
+    seen = os.fstat(file)
+    return os.readlink(f"/proc/self/fd/{file}") if stat.S_ISREG(seen.st_mode) and seen.st_nlink else file
 
 
 def _tensors(torch: Any, given: Any) -> Any:
