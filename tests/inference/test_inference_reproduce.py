@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -146,6 +147,35 @@ def runs(id: str, folder: Path, given: str = GIVEN, compare: str = "assert answe
 @pytest.mark.parametrize("id", [id for id in TECHNIQUES if id not in GPU])
 def test_it_runs_as_printed(id: str, tmp_path: Path) -> None:
     runs(id, tmp_path)
+
+
+@pytest.mark.parametrize("id", ["bf16", "nhwc-layout"])
+def test_answers_inside_of_dataclasses_are_as_before(id: str) -> None:
+    """torch takes those for leaves: they stayed in the format, or the layout, of the inside."""
+    torch = pytest.importorskip("torch")
+
+    @dataclasses.dataclass(frozen=True)
+    class Answer:
+        maps: Any
+        parts: list[Any]
+        name: str = "it"
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 8, 3)
+
+        def forward(self, given: Answer) -> Answer:
+            found = self.conv(given.maps)
+            return Answer(found, [{"same": Answer(found, [])}, None])
+
+    for options in variants_of(TECHNIQUES[id], FACTS):
+        names = {"torch": torch, "model": Net().eval(), "inputs": (Answer(torch.randn(2, 3, 8, 8), []),)}
+        exec(TECHNIQUES[id].as_code(options) + f"\n{lines.ANSWER}", names)
+        answers = names["answers"]
+        assert isinstance(answers, Answer) and answers.name == "it" and answers.parts[1] is None
+        for found in (answers.maps, answers.parts[0]["same"].maps):
+            assert found.dtype == torch.float32 and found.is_contiguous()
 
 
 def test_layers_that_were_kept_are_named() -> None:

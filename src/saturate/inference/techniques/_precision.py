@@ -112,8 +112,13 @@ def as_code(dtype: str, autocast: bool = False) -> str:
 
 
 # Not eval(): parts of the model may be in another mode on purpose.
-_AUTOCAST_CODE = """\
-from torch.utils._pytree import tree_map
+_CAST = f"""\
+{_wrap.MAPPED_CODE}\
+def cast(tree, formats, dtype):
+    return mapped(lambda x: x.to(dtype) if x.dtype in formats else x, tree)
+"""
+
+_AUTOCAST_CODE = _CAST + """\
 class Autocast(torch.nn.Module):      # products in {0}, answers as before
     def __init__(self, model):
         super().__init__()
@@ -122,13 +127,10 @@ class Autocast(torch.nn.Module):      # products in {0}, answers as before
     def forward(self, *inputs):
         with torch.autocast(self.device, dtype=torch.{0}):
             output = self.model(*inputs)
-        return tree_map(lambda x: x.float() if torch.is_tensor(x) and x.dtype is torch.{0} else x, output)
+        return cast(output, (torch.{0},), torch.float32)
 model = Autocast(model)"""
 
-_CAST_CODE = """\
-from torch.utils._pytree import tree_map
-def cast(tree, formats, dtype):
-    return tree_map(lambda x: x.to(dtype) if torch.is_tensor(x) and x.dtype in formats else x, tree)
+_CAST_CODE = _CAST + """\
 class Cast(torch.nn.Module):      # {0} inside, answers as before
     wide = (torch.float64, torch.float32)
     def __init__(self, model):

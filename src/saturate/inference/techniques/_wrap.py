@@ -13,6 +13,20 @@ from saturate.inference.techniques._api import Context
 from saturate.records.inference import ModelFacts
 from saturate.techniques import _trees
 
+#: `mapped`, in the lines that make a candidate without saturate. torch takes dataclasses for leaves.
+MAPPED_CODE = """\
+import copy
+from torch.utils._pytree import tree_map
+def mapped(change, tree):      # a copy with its tensors changed, those inside of dataclasses too
+    def leaf(x):
+        if hasattr(x, "__dataclass_fields__"):
+            x = copy.copy(x)
+            for name in x.__dataclass_fields__:
+                object.__setattr__(x, name, mapped(change, getattr(x, name)))
+        return change(x) if torch.is_tensor(x) else x
+    return tree_map(leaf, tree)
+"""
+
 #: inner(*args, **kwargs) is the forward of the module that was called.
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 

@@ -47,21 +47,20 @@ TECHNIQUE = Technique(
 )
 
 #: What `apply` does, on any nesting of inputs.
-_LINES = """\
-from torch.utils._pytree import tree_map
+_LINES = _wrap.MAPPED_CODE + """\
 formats = {4: torch.channels_last, 5: torch.channels_last_3d}
 for layer in model.modules():
     if type(layer).__name__ in ("Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d"):
         layer.weight.data = layer.weight.data.contiguous(memory_format=formats[layer.weight.dim()])
 def inward(x):
-    image = torch.is_tensor(x) and x.dim() in formats and x.is_floating_point()
+    image = x.dim() in formats and x.is_floating_point()
     return x.contiguous(memory_format=formats[x.dim()]) if image else x
 class ChannelsLast(torch.nn.Module):      # images channels-last inside, answers in the usual layout
     def __init__(self, model):
         super().__init__()
         self.model, self.training = model, False
     def forward(self, *inputs):
-        return tree_map(lambda x: x.contiguous() if torch.is_tensor(x) else x, self.model(*tree_map(inward, inputs)))
+        return mapped(lambda x: x.contiguous(), self.model(*mapped(inward, inputs)))
 model = ChannelsLast(model)"""
 
 _CONVOLUTIONS = ("Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d")
