@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 
 from process_kit import Force  # noqa: E402 - after the check for torch
 
-from saturate.inference import batches, sensitivity  # noqa: E402
+from saturate.inference import batches, facts, sensitivity, variations  # noqa: E402
+from saturate.inference.source import Source  # noqa: E402
 from saturate.inference.techniques import _census, _precision, _training, _wrap  # noqa: E402
 from saturate.inference.techniques._api import Context, Train  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
@@ -51,6 +52,30 @@ def test_a_model_that_differentiates_is_looked_at_in_its_own_mode(alone: bool, m
     force = Force(alone)
     seen, among = _census.count(context(force, [(torch.ones(2, 3),)], tmp_path, facts=ModelFacts(mode=mode)), ("sum", "mul"), lambda one: True)
     assert seen == among > 0
+
+
+class Slope(torch.nn.Module):
+    """Of an energy, by inputs of which the caller says that gradients are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = torch.nn.Linear(3, 1)
+
+    def forward(self, at: Any) -> Any:
+        return torch.autograd.grad(self.energy(at).tanh().sum(), at)[0]
+
+
+def test_inputs_by_which_a_model_differentiates_still_ask_for_gradients(tmp_path: Path) -> None:
+    """The model was said not to run on its inputs."""
+    given = [(torch.randn(4, 3, requires_grad=True) * 1,) for _ in range(2)]
+    source = Source.write(tmp_path / "source", Slope().eval(), given)
+    found = facts.observe(torch, source.model(torch), source.inputs(torch), "cpu")
+    assert found.mode == "enable_grad" and not found.random
+    made = [*source.inputs(torch), *source.calibration(torch), *variations.other_batches(given), *variations.perturbed(torch, given)]
+    single = Source.write(tmp_path / "single", Slope().eval(), given[:1])
+    made += [*single.inputs(torch), *single.calibration(torch)]
+    assert len(made) == 8 and all(at.requires_grad and at.is_leaf for (at,) in made)
+    assert not any(at.requires_grad for (at,) in batches.take(torch, [(torch.zeros(2, 3),)]))
 
 
 def test_a_model_that_writes_to_its_inputs_is_trained_on_what_was_given(tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def test_structures_arrive_as_they_are() -> None:
     assert got["object"].value is got["named"].first is got["answer"].extra["deep"][1][0]
 
 
+def test_an_input_that_asks_for_gradients_does_so_where_it_arrives() -> None:
+    """Models may differentiate by it."""
+    x = torch.randn(2, 3, requires_grad=True)
+    got = sent(x)
+    assert got.requires_grad and got.is_leaf and torch.equal(got, x)
+
+
 @pytest.mark.parametrize("tensor", [
     torch.randn(3, 4).to(torch.bfloat16), torch.randn(5).to(torch.float8_e4m3fn), torch.tensor(3), torch.zeros(0, 4), torch.zeros(2, 0, dtype=torch.bool),
     torch.randn(4, 6)[:, ::2], torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(2, 3).t(), torch.randn(3).expand(2, 3),

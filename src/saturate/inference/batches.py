@@ -88,7 +88,12 @@ def _batch(torch: Any, item: Any, what: str) -> tuple[Any, ...]:
 
 
 def _own(torch: Any, leaf: Any) -> Any:
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else copy.copy(leaf)
+    return apart(leaf.to("cpu", copy=True), leaf) if isinstance(leaf, torch.Tensor) else copy.copy(leaf)
+
+
+def apart(tensor: Any, given: Any) -> Any:
+    """What was made of the tensor `given`, on its own, that asks for gradients where that does: models may differentiate by their inputs."""
+    return tensor.detach().requires_grad_(given.requires_grad)
 
 
 def signature_of(call: Callable[..., Any]) -> inspect.Signature | None:
@@ -252,4 +257,4 @@ def _divisible(torch: Any, batch: tuple[Any, ...]) -> bool:
 
 
 def _rows(torch: Any, batch: tuple[Any, ...], index: Any) -> tuple[Any, ...]:
-    return copied(batch, lambda path, leaf: leaf[index] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf)
+    return copied(batch, lambda path, leaf: apart(leaf[index], leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from saturate.inference import samples
+from saturate.inference import batches, samples
 from saturate.techniques import _trees
 
 
@@ -24,7 +24,7 @@ def other_batches(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         return []
     if not all(samples.is_tensor(one) or _belongs_to_none(one, size) for one in inputs[0]):
         return []
-    return [_trees.copied(inputs[0], lambda path, leaf, count=count: leaf[:count] if samples.is_tensor(leaf) and leaf.dim() else leaf)
+    return [_trees.copied(inputs[0], lambda path, leaf, count=count: batches.apart(leaf[:count], leaf) if samples.is_tensor(leaf) and leaf.dim() else leaf)
             for count in sorted({1, size - size // 3} - {size, 0})]
 
 
@@ -60,7 +60,7 @@ def perturbed(torch: Any, inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, 
         if not movable(leaf):
             return leaf
         sign = 2 * torch.randint(2, leaf.shape, generator=generator, device="cpu").to(leaf) - 1
-        return leaf * (1 + sign * torch.finfo(leaf.dtype).eps)
+        return batches.apart(leaf * (1 + sign * torch.finfo(leaf.dtype).eps), leaf)
 
     if not any(map(movable, samples.tensors(inputs))):
         return None

@@ -1,8 +1,8 @@
 """Messages between the search and a candidate's process: pickles over a socket, tensors beside them as raw bytes.
 
 A tensor arrives on the CPU, or on the device that the receiver names, wherever it lived and however deep it was
-nested: the pickler finds it, not a walk over known containers. Layout in memory (channels last) is kept, autograd is
-not.
+nested: the pickler finds it, not a walk over known containers. Layout in memory (channels last) is kept. Of autograd it is kept
+that an input asks for gradients, not how a tensor was computed.
 """
 
 from __future__ import annotations
@@ -123,13 +123,14 @@ def _sender() -> type[Any]:
                 self._seen[id(thing)] = thing, self._taken(thing)
             return self._seen[id(thing)][1]
 
-        def _taken(self, tensor: Any) -> Any:
-            tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+        def _taken(self, thing: Any) -> Any:
+            tensor = thing.detach().cpu().resolve_conj().resolve_neg()
             order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
             tensor = tensor.permute(order).contiguous()
             self.tensors.append(tensor)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            return "tensor", len(self.tensors) - 1, dtype, tuple(tensor.shape), order
+            asks = thing.requires_grad and thing.is_leaf and not isinstance(thing, sys.modules["torch"].nn.Parameter)
+            return "tensor", len(self.tensors) - 1, dtype, tuple(tensor.shape), order, asks
 
     return Sender
 
@@ -154,9 +155,9 @@ class _Receiver(pickle.Unpickler):
             if found is None:
                 raise pickle.UnpicklingError(f"there is no class {'.'.join(rest)} here any more")
             return found
-        index, dtype, shape, order = rest
+        index, dtype, shape, order, asks = rest
         if index not in self._made:
-            self._made[index] = self._tensor(self._buffers[index], dtype, shape, order)
+            self._made[index] = self._tensor(self._buffers[index], dtype, shape, order).requires_grad_(asks)
         return self._made[index]
 
     def _tensor(self, data: bytearray, dtype: str, shape: tuple[int, ...], order: list[int]) -> Any:
