@@ -213,6 +213,12 @@ def test_a_kill_that_the_budget_cut_short_hides_none_of_the_others(tmp_path: Pat
     assert "--budget 10m" in found.next_command and found.next_command.startswith("saturate drill")
 
 
+def test_it_is_told_that_no_save_was_seen(tmp_path: Path) -> None:
+    """Of a script that saves in a process of its own: it had resumed exactly after the one kill that there was, and nothing said so."""
+    found = drill(tmp_path, changed("right, save = save, lambda step: os.wait() if os.fork() else (right(step), os._exit(0))"), "--steps", "20")
+    assert found["verdict"] == "resumes_exactly" and len(found["drills"]) == 1 and "no save was seen" in found["notes"][-1]
+
+
 def test_a_budget_without_an_update_is_told_with_the_share_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 40 s it had waited 12, and `next` was the same command again."""
     monkeypatch.setattr(drill_process.Chain, "run", lambda chain, *arguments: drill_process.Ran([], None, chain.folder / "none.log", late=True))

@@ -55,6 +55,9 @@ class Kills:
                 self.work.missing = f"the budget ended before it could be told of kill {number}" + (", in a save" if moment == "save" else "")
             self.work.say(f"killed after update {found.killed_at_update}" + (" while it saved" if moment == "save" else "")
                           + f": {found.outcome.replace('_', ' ')}; {found.reason}")
+            if not reference.saves and found.outcome != "no_checkpoint":
+                self.work.notes.append("no save was seen, so there was one kill and none in the middle of a save: what other processes, or "
+                                       "libraries of C, write is not seen")
             if final or found.outcome in ("cannot_load", "starts_over", "no_checkpoint", "ends_early") or not reference.saves:
                 return
             if ran.ended is not None or ran.late:
