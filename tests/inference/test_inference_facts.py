@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 from process_kit import Branches, Force, Noisy, Pair, Slow, Structured  # noqa: E402 - after the check for torch
 
 from saturate.inference import facts  # noqa: E402
-from saturate.inference.techniques._api import unrepeatable  # noqa: E402
+from saturate.inference.techniques._api import no_program  # noqa: E402
 
 
 class RMSNorm(torch.nn.Module):
@@ -162,8 +163,9 @@ def test_a_state_that_is_kept_is_told_from_random_numbers() -> None:
     for model, keeps_state in ((Remembers(), True), (Noisy(), False), (DrawsFromNumpy(), False)):
         found = observe(model, (torch.ones(50),))
         assert found.random and found.keeps_state is keeps_state
-        assert ("call to call" if keeps_state else "random numbers") in (unrepeatable(found) or "")
-    assert unrepeatable(observe(Pair(), (torch.zeros(2, 6),))) is None
+        assert ("call to call" if keeps_state else "random numbers") in (no_program(found) or "")
+    assert no_program(observe(Pair(), (torch.zeros(2, 6),))) is None
+    assert "differentiates" in (no_program(observe(Force(alone=False), (torch.ones(2, 3),))) or "")
 
 
 class Writer(torch.nn.Module):
@@ -265,6 +267,10 @@ def test_why_a_model_cannot_be_exported_is_said_of_the_model() -> None:
         def forward(self, x: Any) -> Any:
             return {}["absent"]
 
+    class Broken(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return statistics.mean([])
+
     _, problem = facts._export(torch, Packs().eval(), (torch.ones(3, 5, 4), torch.tensor([5, 2, 3])))
     assert problem.startswith("packed sequences (line ") and "of test_inference_facts.py" in problem
     assert "sequences of one length" in problem and "FakeTensor" not in problem
@@ -272,6 +278,10 @@ def test_why_a_model_cannot_be_exported_is_said_of_the_model() -> None:
     assert problem.startswith("data-dependent control flow (line ") and "torch.where" in problem
     _, problem = facts._export(torch, Breaks(), (torch.ones(2),))
     assert problem.startswith("KeyError: 'absent' (line ")
+    _, problem = facts._export(torch, Broken(), (torch.ones(2),))
+    assert problem.startswith("StatisticsError: ") and "of test_inference_facts.py)" in problem
+    _, problem = facts._export(torch, Force(alone=False), (torch.ones(2, 3),))
+    assert problem.startswith("it differentiates (line ") and problem.endswith("and a program records no gradients")
 
 
 def test_export_that_takes_too_long_is_ended() -> None:

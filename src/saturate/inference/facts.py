@@ -345,13 +345,16 @@ def _why_not(torch: Any, error: Exception) -> str:
         return (f"data-dependent control flow{at}: which code runs, or a size, depends on the values of a tensor; torch.where "
                 "instead of if, and no .item(), keep that inside of a program")
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:300]
+    if "does not require grad" in line:
+        return f"it differentiates{at}, and a program records no gradients"
     return f"{type(error).__name__}: {line}{at}"
 
 
 def _users(torch: Any, frame: FrameType) -> bool:
-    """Whether it is neither torch nor this file: a model, or a library that it is made of."""
+    """Whether it is neither torch, Python's own, nor this file: a model, or a library that it is made of."""
     path = frame.f_code.co_filename
-    return os.path.isfile(path) and path != __file__ and not path.startswith(os.path.dirname(torch.__file__) + os.sep)
+    own = path.startswith(os.path.dirname(os.__file__) + os.sep) and not re.search(r"(site|dist)-packages", path)
+    return os.path.isfile(path) and path != __file__ and not own and not path.startswith(os.path.dirname(torch.__file__) + os.sep)
 
 
 def _read(reader: int, deadline_s: float) -> tuple[bytes, bool]:

@@ -51,9 +51,11 @@ COMPRESSED_BYTES = "compressed_bytes"
 # layers there are), "weights-trained", "memory-format", "threads", "sdpa-backend".
 
 
-def unrepeatable(facts: ModelFacts) -> str | None:
-    """Why one input has more than one right answer, so that a program of another kind cannot be compared with the model;
-    None where it has one."""
+def no_program(facts: ModelFacts) -> str | None:
+    """Why a program of another kind cannot do what the model does, or cannot be compared with it: one input may have more than one right
+    answer. None where it can."""
+    if facts.mode == "enable_grad":
+        return "the model differentiates, and programs record no gradients"
     if facts.keeps_state:
         return "the model keeps something from call to call, so no other program can be compared with it"
     return "the model draws random numbers, and no other program draws the same" if facts.random else None
@@ -136,5 +138,5 @@ class InferenceTechnique(Protocol):
 
 __all__ = [
     "COMPRESSED_BYTES", "HEADINGS", "LOSSLESS", "STAGES", "Context", "Eligible", "Entry", "Ineligible", "InferenceTechnique", "NotApplied",
-    "Proof", "Technique", "Touch", "Train", "bound_of", "unrepeatable", "variants_of",
+    "Proof", "Technique", "Touch", "Train", "bound_of", "no_program", "variants_of",
 ]

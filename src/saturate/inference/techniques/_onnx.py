@@ -18,7 +18,7 @@ from saturate.errors import EnvironmentProblem
 from saturate.inference import structure
 from saturate.inference.formats import _program
 from saturate.inference.formats import onnx as files
-from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, unrepeatable
+from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, no_program
 from saturate.records.inference import ModelFacts
 
 #: Nodes that multiply integers, and those that multiply floating-point numbers, after ONNX Runtime's own fusions.
@@ -63,7 +63,7 @@ def refusal(facts: ModelFacts, packages: Sequence[str] = ("onnx", "onnxruntime",
         return Ineligible(f"torch.export does not take this model: {facts.export_problem}")
     if facts.generates:
         return Ineligible("the cache of a model that generates grows with each token; an exported graph has none")
-    if (why := unrepeatable(facts)) is not None:
+    if (why := no_program(facts)) is not None:
         return Ineligible(why)
     return None
 

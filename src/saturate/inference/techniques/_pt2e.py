@@ -26,7 +26,7 @@ from typing import Any
 from saturate.inference import structure
 from saturate.inference.formats import _program, aoti
 from saturate.inference.techniques import _onnx
-from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof, unrepeatable
+from saturate.inference.techniques._api import Context, Ineligible, NotApplied, Proof, no_program
 from saturate.inference.techniques._torchao import kept
 from saturate.machine import facts as machine
 from saturate.records.inference import ModelFacts
@@ -75,7 +75,7 @@ def refusal(facts: ModelFacts) -> Ineligible | None:
         return Ineligible("compiling needs a C++ compiler (g++ or clang++) on PATH")
     if facts.exportable is False:
         return Ineligible(f"torch.export does not take the model: {facts.export_problem}")
-    if (why := unrepeatable(facts)) is not None:
+    if (why := no_program(facts)) is not None:
         return Ineligible(why)
     narrow = [name for name in facts.dtypes if name != "float32"]
     if narrow:

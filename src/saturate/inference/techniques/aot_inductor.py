@@ -40,7 +40,7 @@ from os import environ
 
 from saturate.inference.formats import _program, aoti
 from saturate.inference.techniques import _onnx
-from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch, unrepeatable
+from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch, no_program
 from saturate.machine import facts as machine
 from saturate.records.inference import ModelFacts
 
@@ -78,7 +78,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
         return Ineligible("compiling needs a C++ compiler (g++ or clang++) on PATH")
     if facts.exportable is False:
         return Ineligible(f"torch.export does not take this model: {facts.export_problem}")
-    if (why := unrepeatable(facts)) is not None:
+    if (why := no_program(facts)) is not None:
         return Ineligible(why)
     return Eligible("the model can be exported")
 

@@ -41,7 +41,7 @@ from typing import Any
 
 from saturate.inference import runtimes
 from saturate.inference.formats import exported
-from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch, unrepeatable
+from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch, no_program
 from saturate.machine import facts as machine
 from saturate.records.inference import ModelFacts
 
@@ -77,7 +77,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
         return Ineligible(f"not offered on {facts.device or 'unknown'} devices")
     if facts.device == "cpu" and not machine.compiler(os.environ):
         return Ineligible("compiling for a CPU needs a C++ compiler (g++ or clang++) on PATH")
-    if (why := unrepeatable(facts)) is not None:
+    if (why := no_program(facts)) is not None:
         return Ineligible(why)
     return Eligible("runs eagerly")
 

@@ -41,7 +41,7 @@ from saturate.inference.techniques._api import (
     Proof,
     Technique,
     Touch,
-    unrepeatable,
+    no_program,
 )
 from saturate.records.inference import ModelFacts
 
@@ -65,7 +65,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
         return Ineligible("only CUDA devices have launches to record")
     if facts.varying_shapes:
         return Ineligible("the shapes of the inputs vary; each would be recorded")
-    if (why := unrepeatable(facts)) is not None:
+    if (why := no_program(facts)) is not None:
         return Ineligible(why)
     return Eligible("launches can be recorded for one shape")
 
