@@ -328,6 +328,33 @@ def test_a_branch_on_the_batch_size_is_not_lost(tmp_path: Path) -> None:
         call(x[:1])
 
 
+def test_a_branch_that_only_an_imaginary_part_shows_is_not_lost(tmp_path: Path) -> None:
+    class Turns(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.complex(x, x if x.shape[0] == 1 else -x)
+
+    program = _program.capture(context_of(Turns(), [(torch.randn(4, 2),)], tmp_path))
+    assert [least for least, _ in program.signature["ranges"].values()] == [2]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_that_hides_padding_is_refused_with_what_would_help(tmp_path: Path) -> None:
+    class Padded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.encoder(x, src_key_padding_mask=x[..., 0] == 0)
+
+    model, x = Padded(), torch.randn(4, 5, 8)
+    x[1, 3:] = 0
+    with pytest.raises(NotApplied, match="answers 0 for the tokens that src_key_padding_mask hides.*use_nested_tensor = False"):
+        _program.capture(context_of(model, [(x,)], tmp_path))
+    model.encoder.use_nested_tensor = False
+    _program.capture(context_of(model, [(x,)], tmp_path))
+
+
 class BranchesOnOneSize(torch.nn.Module):
     def __init__(self, other: Callable[[Any], Any]) -> None:
         super().__init__()
