@@ -13,7 +13,7 @@ import pytest
 from saturate.verify.compare import bitwise, compare
 from saturate.verify.deviation import deviation
 from saturate.verify.series import Series
-from saturate.verify.tolerance import SEPARATED, informative, no_program, repeated, tolerance
+from saturate.verify.tolerance import SEPARATED, informative, repeated, tolerance, unrepeatable
 
 N, SEGMENTS = 60, [4, 8, 8]
 
@@ -189,10 +189,10 @@ def test_a_baseline_that_proves_nothing_is_refused(baseline, reason):
 
 
 def test_a_baseline_repeats_itself_but_for_rounding():
-    assert no_program(BASE, BASE) is None
-    assert no_program(BASE, made(jitter=2.0**-9)) is None
+    assert unrepeatable(BASE, BASE) is None
+    assert unrepeatable(BASE, made(jitter=2.0**-9)) is None
     late = replace(BASE, losses=[*BASE.losses[:5], *[[9.0, 9.0]] * (N - 5)], digests=[*BASE.digests[:5], *["other"] * (N - 5)])
-    assert no_program(BASE, late) is None, "what is amplified later is what a tolerance is for"
+    assert unrepeatable(BASE, late) is None, "what is amplified later is what a tolerance is for"
 
 
 @pytest.mark.parametrize("repetition, reason", [
@@ -204,15 +204,15 @@ def test_a_baseline_repeats_itself_but_for_rounding():
     (changed("samples", 0, array("d", [0.3] * sum(SEGMENTS))), "its first updates are others"),
     (changed("samples", 1, array("d", [2 * a - b for a, b in zip(BASE.samples[0], BASE.samples[1])])), "its first updates are others")])
 def test_a_baseline_that_is_another_training_each_time_is_refused(repetition, reason):
-    assert reason in no_program(BASE, repetition)
+    assert reason in unrepeatable(BASE, repetition)
 
 
 def test_a_search_amplifies_within_its_first_step():
     """LBFGS evaluates its closure as often as the last bits say: only the start of its first step is its own."""
     search = replace(BASE, motif="S0")
     other = replace(changed("losses", 1, [2.2, 2.2]), motif="S0", grad_norms=[2 * norm for norm in BASE.grad_norms])
-    assert no_program(search, other) is None
-    assert "its first updates are others" in no_program(search, replace(changed("losses", 0, [2.2, 2.2]), motif="S0"))
+    assert unrepeatable(search, other) is None
+    assert "its first updates are others" in unrepeatable(search, replace(changed("losses", 0, [2.2, 2.2]), motif="S0"))
 
 
 def test_an_update_of_the_baseline_that_is_not_finite_or_does_not_move_is_skipped():
@@ -362,7 +362,7 @@ def test_wrong_gradients_show_where_a_training_separates_at_once(factor, repeats
     allowed = tolerance(base, aa=[again], twins=[apart(3)])
     assert min(allowed.turn[2:]) >= SEPARATED and not compare(base, apart(4, gradients=factor), allowed).passed
     assert compare(base, apart(4), allowed).passed
-    assert (no_program(base, again) is None) is repeats, "nothing is compared where it does not repeat its own first updates"
+    assert (unrepeatable(base, again) is None) is repeats, "nothing is compared where it does not repeat its own first updates"
 
 
 def odd(seed, kind):

@@ -26,7 +26,7 @@ from saturate.verify import compare as comparison
 from saturate.verify.deviation import FIRST_ACTING
 from saturate.verify.envelope import envelope
 from saturate.verify.series import CaptureDamaged, Series, as_often, read
-from saturate.verify.tolerance import Tolerance, informative, no_program, repeated, tolerance, widened
+from saturate.verify.tolerance import Tolerance, informative, repeated, tolerance, unrepeatable, widened
 
 #: Two updates before techniques act, then fifty.
 UPDATES = 52
@@ -178,7 +178,7 @@ class Verifier:
                 return Verified(True, "bit-identical to the baseline, as far as that repeats itself", [])
             if self._repeats_bits(baseline):
                 return Verified(False, "declared exact, but not bit-identical to the baseline, which repeats itself exactly")
-        self.refusal = no_program(baseline, self.series(Run(self.reference, repetition=1)))
+        self.refusal = unrepeatable(baseline, self.series(Run(self.reference, repetition=1)))
         if self.refusal is not None:
             self.bench.store.set_answer("informative", [self.refusal])
             return Verified(None, self.refusal)

@@ -260,7 +260,7 @@ def _stands_still(baseline: Series, moving: Sequence[int]) -> bool:
     return len({baseline.losses[k][0] for k in range(moving[-1] + 1, len(baseline)) if baseline.losses[k]}) == 1
 
 
-def no_program(baseline: Series, repetition: Series) -> str | None:
+def unrepeatable(baseline: Series, repetition: Series) -> str | None:
     """Why the baseline's own repetition says that no comparison tells anything, in words for the user; None when it does not.
 
     A script that takes its seed from the clock trains something else each time. Its repetition widens the tolerance to whatever
