@@ -253,6 +253,41 @@ def test_layers_alone_are_refused_where_there_is_none():
         bf16_autocast.apply(context_of(torch.nn.LSTM(4, 4).train()), bf16_autocast.Options(scope="layers"))
 
 
+class Spectral(torch.nn.Module):
+    """Written by hand, as many scripts have it: its vectors are parameters that each forward sets."""
+
+    def __init__(self, outputs=8, inputs=8):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(outputs, inputs))
+        self.u = torch.nn.Parameter(torch.rand(outputs), requires_grad=False)
+        self.register_buffer("v", torch.rand(inputs))
+
+    def forward(self, x):
+        self.v.data = torch.nn.functional.normalize(torch.matmul(self.weight.data.t(), self.u.data), dim=0)
+        self.u.data = torch.nn.functional.normalize(torch.matmul(self.weight.data, self.v.data), dim=0)
+        sigma = self.u.dot(torch.matmul(self.weight, self.v))
+        return torch.nn.functional.linear(x, self.weight / sigma)
+
+
+def test_what_a_forward_sets_on_its_parameters_and_buffers_stays_float32():
+    model, x = torch.nn.Sequential(Spectral(), torch.nn.ReLU(), Spectral()).train(), torch.rand(4, 8)
+    plain = copy.deepcopy(model)
+    context = context_of(model)
+    bf16_autocast.apply(context, bf16_autocast.Options())
+    for _ in range(2):
+        (model(x) - model(-x)).square().sum().backward()        # two forwards before their backward
+        (plain(x) - plain(-x)).square().sum().backward()
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
+    assert all(torch.allclose(ours, theirs, atol=0.02) for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+    assert torch.allclose(model[0].weight.grad, plain[0].weight.grad, atol=0.05 * float(plain[0].weight.grad.abs().max()))
+    assert torch.allclose(model.eval()(x), plain.eval()(x), atol=0.02)
+    twin = copy.deepcopy(model).train()
+    twin(x)
+    assert twin[0].u.dtype == torch.float32
+    context.undo()
+    assert not is_ours(model)
+
+
 def test_autocast_without_low_precision_work_is_not_active():
     class Scale(torch.nn.Module):
         def __init__(self):

@@ -13,7 +13,7 @@ from saturate.agent import formats
 from saturate.agent.forwards import forward_overridden, is_ours
 from saturate.agent.observe import trained_parameters, world_size
 from saturate.records.facts import Evidence, Facts, MachineFacts, ModuleFacts, OptimizerFacts
-from saturate.techniques import _hf_trainer
+from saturate.techniques import _common, _hf_trainer
 
 
 def facts(session: Any) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def shown(session: Any) -> Evidence:
         gc_frozen=gc.get_freeze_count(),
         channels_last=sum(
             p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous()
-            for m in session.context.modules for p in m.parameters()
+            for m in _common.outermost(session.context.modules) for p in m.parameters()
         ),
         environment={key: os.environ[key] for key in session.plan.get("environment", ()) if key in os.environ},
         notes={key: str(value) for key, value in session.context.notes.items()},

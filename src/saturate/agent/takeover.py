@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from saturate.agent import observe, succession
+from saturate.techniques import _common
 
 
 def due(session: Any) -> bool:
@@ -47,5 +48,4 @@ def _modules(session: Any, trained: set[int]) -> tuple[Any, ...]:
 def of_kinds(modules: list[Any], kinds: Collection[type], trained: set[int]) -> list[Any]:
     """The outermost modules of some classes that own any of the parameters."""
     owners = [m for m in modules if type(m) in kinds and any(id(p) in trained for p in m.parameters())]
-    inside = {id(below) for m in owners for below in m.modules() if below is not m}
-    return [m for m in owners if id(m) not in inside]
+    return _common.outermost(owners)

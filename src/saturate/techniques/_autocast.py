@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from saturate.records.facts import Facts
 from saturate.techniques._api import Ineligible, NotApplied
 from saturate.techniques._autograd import computed_in
-from saturate.techniques._common import convolves, device_of, map_tensors, multiplies, observe_first_call, wrap_all
+from saturate.techniques._common import (
+    OBSERVER_ORDER,
+    convolves,
+    device_of,
+    map_tensors,
+    multiplies,
+    observe_first_call,
+    wrap_all,
+)
 
 #: The place of autocast in the stack around a forward.
 AUTOCAST_ORDER = 30
+
+#: Of a parameter or buffer: the path of its module, "_parameters" or "_buffers", its name.
+_Place = tuple[str, str, str]
 
 #: As in implementations of MAML, whose module trains an inner one when it is called.
 _STEPS_IN_FORWARD = "the model's forward trains it: its backward pass and the optimizer's step would run under autocast, too"
@@ -64,25 +77,54 @@ def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool]
 
         return forward
 
-    def look(output: Any) -> None:
+    def look(held: weakref.ref[Any], before: set[_Place], output: Any) -> None:
         node = computed_in(output, dtype, torch)
         if node:
             context.note(key, f"{node} computed in {str(dtype).removeprefix('torch.')}")
+        module = held()
+        if module is not None and (narrowed := _held_in(module, dtype) - before):
+            _widen(module, narrowed)
+            context.wrap_forward(module, OBSERVER_ORDER, functools.partial(_widening, narrowed), around=True)
 
     def wrap_one(module: Any) -> None:
         if dtype != torch.float16 and any(isinstance(part, torch.nn.DataParallel) and len(part.device_ids) > 1 for part in module.modules()):
             raise NotApplied("the threads of torch.nn.DataParallel autocast to float16, whatever the dtype around them")
-        parts = [module] if inside is None else inside(torch, module)
+        parts = [part for part in ([module] if inside is None else inside(torch, module)) if id(part) not in wrapped]
         if not parts:
             raise NotApplied(f"{type(module).__name__} has no layer that could compute in {str(dtype).removeprefix('torch.')} alone")
         for part in parts:
             context.wrap_forward(part, AUTOCAST_ORDER, wrap, around=True)
-        wrapped.extend(parts)
-        observe_first_call(context, module, look)
+        wrapped.update(map(id, parts))
+        observe_first_call(context, module, functools.partial(look, weakref.ref(module), _held_in(module, dtype)))
 
-    wrapped: list[Any] = []
+    wrapped: set[int] = set()       # by id: one of the modules may be a part of another
     wrap_all(context, wrap_one)
     return len(wrapped)
+
+
+def _held_in(module: Any, dtype: Any) -> set[_Place]:
+    """The parameters and buffers of a format. TorchScript keeps its own elsewhere."""
+    return {(path, kind, name) for path, part in module.named_modules() for kind in ("_parameters", "_buffers")
+            for name, tensor in vars(part).get(kind, {}).items() if tensor is not None and tensor.dtype == dtype}
+
+
+def _widening(narrowed: set[_Place], inner: Any) -> Any:
+    """Around a forward that sets parameters or buffers to what it computes (`u.data = ...` of a spectral normalization written by hand):
+    in the format of autocast, evaluation could not use them, and a checkpoint would hold them so."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = inner(self, *args, **kwargs)
+        _widen(self, narrowed)
+        return output
+
+    return forward
+
+
+def _widen(module: Any, narrowed: set[_Place]) -> None:
+    for path, kind, name in narrowed:
+        tensor = vars(module.get_submodule(path))[kind].get(name)
+        if tensor is not None:
+            tensor.data = tensor.data.float()
 
 
 def cache_loses_gradients(context: Any, dtype: Any) -> bool:

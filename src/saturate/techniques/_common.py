@@ -98,6 +98,13 @@ def spelled(kind: str, module: str) -> str:
     return f"{kind} of {module}" if module and not module.startswith("torch.optim") else kind
 
 
+def outermost(modules: Sequence[Any]) -> list[Any]:
+    """Those that are no part of another of them: a step may call a model, and a part of it by itself, and then both are trained modules.
+    What acts on parts must find each once."""
+    inside = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in inside]
+
+
 def is_compiled(module: Any) -> bool:
     """Whether the script compiles this module, by `torch.compile` or `Module.compile`."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

@@ -137,7 +137,7 @@ def apply(context: Any, options: Options) -> str:
     def refuse(reason: str) -> None:
         _shortage.refuse(context, TECHNIQUE.id, reason)
 
-    found = [(f"{type(root).__name__}.{name}", block) for root in roots for name, block in _named_blocks(root)]
+    found = [(f"{type(root).__name__}.{name}", block) for root in _common.outermost(roots) for name, block in _named_blocks(root)]
     count = _checkpointing.Checkpointing(context, plan, report, refuse).install(roots, found)
     return f"forward of {count} blocks wrapped to be recomputed, mode {options.mode}"
 

@@ -14,8 +14,9 @@ AVX512-BF16 or AMX. Activations take half the memory, so models bound by memory 
 When it hurts
 -------------
 Small layers: every call pays for casting its inputs and weights. Recurrent cells called step by step cast their weights
-at each call outside of the autocast cache. Tensors that a forward stores on its modules, or passes to hooks inside of it, stay bfloat16:
-`.numpy()` raises an error on them, perhaps long after the start if the script calls it only now and then. Positions that a forward
+at each call outside of the autocast cache. Tensors that a forward stores on its modules (but for its parameters and buffers, which are widened
+behind it), or passes to hooks inside of it, stay bfloat16: `.numpy()` raises an error on them, perhaps long after the start if the script
+calls it only now and then. Positions that a forward
 multiplies by frequencies as a matrix product (`positions[:, None] @ frequencies[None]`, for rotary embeddings) are rounded to 8 bits:
 of the first 1000, 507 stay different. Evaluation, in float32, sees 1000, which the model was not trained on.
 

@@ -159,13 +159,14 @@ def apply(context: Any, options: Options) -> str:
     distributed = context.torch.distributed
     if any("LBFGS" in type(optimizer).__name__ for optimizer in context.optimizers):
         raise NotApplied(_VIEWED)
-    weights, left = _weights(context, context.modules), []
+    modules = _common.outermost(context.modules)
+    weights, left = _weights(context, modules), []
     if distributed.is_available() and distributed.is_initialized():
         if weights:
             raise NotApplied(_DISTRIBUTED)
-        converted = sum(_is_converted(context, parameter) for module in context.modules for parameter in module.parameters())
+        converted = sum(_is_converted(context, parameter) for module in modules for parameter in module.parameters())
     else:
-        left = [p for module in context.modules for p in module.parameters() if _left.get(id(p)) is p and _is_converted(context, p)]
+        left = [p for module in modules for p in module.parameters() if _left.get(id(p)) is p and _is_converted(context, p)]
         refusal = _refusal(context, weights)
         if refusal and not left:
             raise NotApplied(refusal)

@@ -142,7 +142,7 @@ def apply(context: Any, options: Options) -> str:
         _heed_hooks(context)
         _keep_what_is_saved(context)
         return f"forward of {count} module(s) compiled, mode {options.mode}, dynamic {options.dynamic}"
-    blocks = [block for module in context.modules for block in repeated_blocks(module)]
+    blocks = [block for module in _common.outermost(context.modules) for block in repeated_blocks(module)]
     if not blocks:
         raise NotApplied(f"no block repeats at least {REPEATS} times")
     for block in blocks:
