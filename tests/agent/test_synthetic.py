@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -168,6 +169,41 @@ def test_a_batch_of_the_scripts_own_class_is_as_it_was():
         batch.x, batch.name = batch.x.mul_(3).unsqueeze(0), "b"
         batch = kept.again()
         assert type(batch) is Batch and batch.x.tolist() == [1, 1] and batch.parts[0].tolist() == [1, 1] and batch.name == "a"
+
+
+class Sample:
+    """A batch that holds its tensors in containers."""
+
+    def __init__(self, **items):
+        self.data, self.more = items, [items["x"].clone()]
+
+    def __getitem__(self, name):
+        return self.data[name]
+
+    def __setitem__(self, name, value):
+        self.data[name] = value
+
+    def keys(self):
+        return self.data.keys()
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    data: dict
+    more: list
+
+
+@pytest.mark.parametrize("make", [
+    lambda x, y: Sample(x=x, y=y), lambda x, y: Slotted({"x": x, "y": y}, [x.clone()]), lambda x, y: SimpleNamespace(data={"x": x, "y": y}, more=[x.clone()])])
+def test_a_batch_that_the_script_takes_apart_is_whole_the_next_time(make):
+    """The label that it had popped was missing, and the KeyError was called one of the script's own."""
+    batch = make(torch.ones(2), torch.zeros(2))
+    kept = Kept(torch, batch)
+    for _ in range(3):
+        assert batch.data.pop("y").add_(1).tolist() == [1, 1] and batch.more.pop().mul_(2).tolist() == [2, 2]
+        batch.data["x"] = batch.data["x"].mul_(3).unsqueeze(0)
+        batch = kept.again()
+        assert batch.data["x"].tolist() == [1, 1] and batch.data["y"].tolist() == [0, 0] and batch.more[0].tolist() == [1, 1]
 
 
 def test_cost_of_a_loader():

@@ -13,6 +13,7 @@ import types
 from typing import Any
 
 from saturate.agent.window import Window
+from saturate.techniques import _trees
 
 _COUNT = "_saturate_replayed"       # on an iterator: batches that it gave out without loading them, and in which epoch
 
@@ -116,23 +117,12 @@ class Kept:
         return kept.detach().requires_grad_(requires_grad)
 
     def _fresh(self, value: Any, change: Any) -> Any:
-        if isinstance(value, self._torch.Tensor):
-            return change(value)
-        if isinstance(value, tuple):
-            items = [self._fresh(item, change) for item in value]
-            return type(value)._make(items) if hasattr(value, "_make") else tuple(items) if type(value) is tuple else value
-        if type(value) is list:
-            return [self._fresh(item, change) for item in value]
-        if type(value) is dict:
-            return {key: self._fresh(item, change) for key, item in value.items()}
-        if hasattr(value, "keys") and hasattr(value, "__setitem__"):     # a BatchEncoding and its like
-            made = copy.copy(value)
-            for key in list(value.keys()):
-                made[key] = self._fresh(value[key], change)
-            return made
-        held = getattr(value, "__dict__", None)
-        if isinstance(held, dict) and any(isinstance(item, self._torch.Tensor) for item in held.values()):       # a class of the script's own
-            made = copy.copy(value)
-            vars(made).update({name: self._fresh(item, change) for name, item in held.items()})
-            return made
+        return _trees.copied(value, lambda path, leaf: change(leaf) if isinstance(leaf, self._torch.Tensor) else _apart(leaf))
+
+
+def _apart(value: Any) -> Any:
+    """A copy of what is no tensor: a script may take an object of its own class apart. Tensors in it are copied as well, each time."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - objects say in any way that they cannot be copied
         return value

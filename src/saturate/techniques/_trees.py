@@ -52,12 +52,15 @@ def copied(value: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tupl
 
 def _shallow(value: Any) -> Any:
     """A copy of a mapping. One whose items are its attributes (`self.__dict__ = self`) may have one that hides a method which
-    `copy.copy` needs."""
+    `copy.copy` needs. One that is no dictionary holds its items in one, as a rule, which a copy must not share."""
     if isinstance(value, dict) and _attributes(value) is value:
         twin = type(value).__new__(type(value))
         object.__setattr__(twin, "__dict__", twin)
         return twin
-    return copy.copy(value)
+    twin, own = copy.copy(value), _attributes(value)
+    if own is not None and not isinstance(value, dict) and not hasattr(type(value), "__copy__"):
+        _attributes(twin).update({name: copy.copy(held) for name, held in own.items() if isinstance(held, dict)})
+    return twin
 
 
 def _attributes(value: Any) -> Any:
