@@ -328,6 +328,34 @@ def test_a_branch_on_the_batch_size_is_not_lost(tmp_path: Path) -> None:
         call(x[:1])
 
 
+class Routed(torch.nn.Module):
+    """Experts, each for the rows that choose it: how many those are is in the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = torch.nn.Linear(4, 3), torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (shares, chosen), out = self.gate(x).softmax(-1).topk(2), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, place = (chosen == number).nonzero(as_tuple=True)
+            out.index_add_(0, rows, expert(x[rows]) * shares[rows, place, None])
+        torch._assert_async(x.max() < 100, "it's [too] large")
+        return out
+
+
+def test_a_program_that_asserts_is_stored(tmp_path: Path) -> None:
+    """What torch's own assertions on sizes in the data say was refused as what no program of ours holds."""
+    model = Routed().eval()
+    call = exported.load(torch, tmp_path, exported.save(context_of(model, [(torch.randn(8, 4),)], tmp_path), tmp_path))
+    for rows in (8, 8, 8, 5, 1):
+        x = torch.randn(rows, 4)
+        with torch.no_grad():
+            assert torch.allclose(call(x), model(x), atol=1e-5)
+    with pytest.raises(RuntimeError, match="it s  too  large"):
+        call(torch.full((8, 4), 200.0))
+
+
 def test_a_branch_that_only_an_imaginary_part_shows_is_not_lost(tmp_path: Path) -> None:
     class Turns(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,7 @@ _NODES_IN_SIZES = (
 #: (an equation, a way of rounding) may be a little more.
 _WORD = re.compile(r"[\w.+-]*")
 _TEXT = re.compile(r"[\w .,:>+-]*")
+_NO_TEXT = re.compile(r"[^\w .,:>+-]")
 _TEXTS = ("as_string", "as_strings", "nn_module_stack")
 
 #: Containers that a flat program's inputs and outputs are made of.
@@ -97,6 +98,11 @@ def compiled(torch: Any, path: Path) -> None:
     _, names = _records(torch, path, _COMPILED)
     if not any(name.endswith(".so") for name in names):
         raise Unsafe("it holds no compiled program")
+
+
+def plain(text: str) -> str:
+    """A text without what none may hold in a program."""
+    return _NO_TEXT.sub(" ", text)
 
 
 def _records(torch: Any, path: Path, allowed: re.Pattern[str]) -> tuple[Any, list[str]]:
