@@ -96,6 +96,12 @@ CASES = [
                 "loader__num_workers": 4,
                 "loader__busy_cores": 2.0,
             },
+            "they do so in a short wait": {
+                "input_wait": 0.103,
+                "loader__io_wait": 0.0,
+                "loader__num_workers": 1,
+                "loader__busy_cores": 2.0,
+            },
         },
         still={
             "the system does not count waiting": {"loader__io_wait": None},

@@ -51,11 +51,13 @@ def _free_cores(loader: LoaderSeen) -> bool | None:
 
 def _taken_by_others(loader: LoaderSeen, waited: float) -> bool:
     """Whether no core is free although the training waits and its workers sleep: other programs have the cores then, and a batch that is
-    handed over late, from process to process, looks the same as one that waits for storage."""
+    handed over late, from process to process, looks the same as one that waits for storage. Where the wait is short, the time that is left to
+    others is too: half of it tells."""
     if _free_cores(loader) is not False:
         return False
     assert loader.cpu_count is not None and loader.busy_cores is not None
-    return loader.busy_cores > (1.0 - waited) * loader.cpu_count + max(SPARE_CORES, SPARE_SHARE * loader.cpu_count)
+    most = max(SPARE_CORES, SPARE_SHARE * loader.cpu_count)
+    return loader.busy_cores > (1.0 - waited) * loader.cpu_count + min(most, waited * loader.cpu_count / 2)
 
 
 def waits(rule: Rule, seen: Observations, kind: Shortage | None) -> bool:
