@@ -229,6 +229,17 @@ def test_a_budget_without_an_update_is_told_with_the_share_that_it_had(tmp_path:
     assert "--budget 2m" in found.next_command
 
 
+def test_where_no_checkpoint_came_in_time_the_next_drill_has_more_of_it(tmp_path: Path) -> None:
+    """The remedy was to drill longer, and `next` was the same command again."""
+    request = study_drill.Request(
+        argv=[sys.executable, "-c", ""], cwd=tmp_path, environment={}, directory=tmp_path / ".saturate", budget_s=100)
+    work = study_drill.Work(request, tmp_path, lambda line: None)
+    for cut_short in (True, False):         # otherwise it had ended by itself
+        reference = Reference([Update((0.0,))] * 3, [], Step("S0"), 1.0, cut_short=cut_short)
+        found = work._result(reference, "no_checkpoint", "nothing was saved within 2 updates")
+        assert ("--budget 4m" in found.next_command) == cut_short
+
+
 def test_words_that_are_not_utf8_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["python", os.fsdecode(b"tr\xff.py")]
     found = DrillResult(run="x", command=argv, resume_command=argv, verdict="inconclusive", reason="for a test")

@@ -209,7 +209,8 @@ class Work:
         else:
             files = [[short(path, request.cwd) for path in save.paths] for save in saves]
             words = resume_words(source_of(script_of(request.argv, request.cwd)), files) if missing else request.resume_args
-            longer = ["--budget", f"{math.ceil(LONGER * request.budget_s / 60)}m"] if self.missing else []
+            unseen = verdict == "no_checkpoint" and reference is not None and reference.cut_short and request.steps is None
+            longer = ["--budget", f"{math.ceil(LONGER * request.budget_s / 60)}m"] if self.missing or unseen else []
             following = ["saturate", "drill", *request.options(words), *longer, "--", *request.argv]
         remedy = remedy_of(verdict, reason, unfinished, reference is None or reference.loads, request.resume_args)
         if self.missing and not remedy:
