@@ -556,6 +556,27 @@ def test_who_waits_for_a_training_that_was_killed_goes_on(tmp_path):
     assert until(lambda: seen.exists() and seen.read_text()) == "False"
 
 
+def test_deadly_signals_are_held_for_what_a_thread_has_saved_from_the_next_step_on(pending, disk, tmp_path):
+    """SIGTERM ended the program without the checkpoint, whose save had returned long before."""
+    import signal
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    disk.go()
+    os.stat(pending)
+    optimizer.step()
+    disk.hold()
+    thread = threading.Thread(target=torch.save, args=(state(3), pending))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "only the main thread may"
+    optimizer.step()
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    disk.go()
+    os.stat(pending)
+    optimizer.step()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_a_script_that_replaces_getpid_dies_of_its_own_signal(tmp_path):
     """Another process got the signal, and the training went on."""
     script = tmp_path / "script.py"

@@ -118,7 +118,8 @@ def apply(context: Any, options: Options) -> str:
 
 
 def _watch_steps(context: Any, writer: Any, guards: Any) -> None:
-    """Time steps with and without a file on its way; the first one without gives deadly signals back."""
+    """Time steps with and without a file on its way; the first one without gives deadly signals back. The first one with holds them where
+    a thread of the script's own has saved, which may not."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -126,6 +127,8 @@ def _watch_steps(context: Any, writer: Any, guards: Any) -> None:
         writer.costs.step(time.perf_counter(), writing)
         if not writing:
             guards.release_signals()
+        elif not guards.signals_held:
+            guards.hold_signals()
 
     context.on_undo(register_optimizer_step_post_hook(stepped).remove)
 
