@@ -356,6 +356,26 @@ def test_a_program_that_asserts_is_stored(tmp_path: Path) -> None:
         call(torch.full((8, 4), 200.0))
 
 
+@torch.library.custom_op("saturate_test_formats::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_that_only_this_process_knows_is_named(tmp_path: Path) -> None:
+    """The program was stored, and no fresh process loaded it."""
+    class Doubles(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return doubled(x)
+
+    with pytest.raises(NotDeployable, match="call the operator saturate_test_formats::doubled, which test_inference_formats registers"):
+        exported.save(context_of(Doubles(), [(torch.randn(4, 2),)], tmp_path), tmp_path)
+
+
 def test_a_branch_that_only_an_imaginary_part_shows_is_not_lost(tmp_path: Path) -> None:
     class Turns(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

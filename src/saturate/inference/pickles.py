@@ -206,7 +206,7 @@ def _operator(thing: Any) -> Any:
         return _find_operator, tuple(thing._qualified_op_name.split("::"))
     if isinstance(thing, ops.OpOverload):
         return _find_operator, (*thing._schema.name.split("::"), thing._overloadname)
-    if isinstance(thing, _defined().get("", type(None))):
+    if isinstance(thing, defined_operators().get("", type(None))):
         return _find_definition, (thing._init_fn.__module__, thing._qualname)
     return None
 
@@ -217,10 +217,10 @@ def _find_operator(*names: str) -> Any:
 
 def _find_definition(module: str, name: str) -> Any:
     importlib.import_module(module)         # which registers it
-    return _defined()[name]
+    return defined_operators()[name]
 
 
-def _defined() -> dict[str, Any]:
+def defined_operators() -> dict[str, Any]:
     """What torch.library.custom_op has defined, by "namespace::name", and its class as ""."""
     library = sys.modules.get("torch._library.custom_ops")
     return {**library.OPDEFS, "": library.CustomOpDef} if library is not None else {}
@@ -229,7 +229,7 @@ def _defined() -> dict[str, Any]:
 def _check_operators(thing: Any, known: dict[str, bool]) -> None:
     """Raises NotRegistered for an operator that a module registers which no other process imports (a script, mostly), and for
     a function that would go by value and names one."""
-    defined = _defined()
+    defined = defined_operators()
     kind = defined.pop("", type(None))
     if isinstance(thing, kind):
         defined = {thing._qualname: thing}

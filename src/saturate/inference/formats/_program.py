@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saturate.errors import ArtifactDamaged
-from saturate.inference import agreement, structure
+from saturate.inference import agreement, pickles, structure
 from saturate.inference import batches as trees
 from saturate.inference.formats import OtherSizes, _dynamic_shapes
 from saturate.inference.techniques._api import Context, NotApplied
@@ -76,12 +76,30 @@ def capture(context: Context, model: Any = None) -> Program:
         except Exception as error:  # noqa: BLE001 - export runs the model's own code, which may raise anything
             problem = problem or error      # the plan with most freedom says best what the model asks for
             continue
+        _refuse_unknown(torch, exported)
         signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes, "values": looked_up(exported),
                      "why_fixed": str(problem) if isinstance(problem, _dynamic_shapes.Decided) else ""}
         return Program(exported, flat, signature, flat.classes, None if context.facts.varying_shapes else batches[0])
     if isinstance(problem, structure.NotDescribable):       # with fixed sizes too, where a size in it would be a number
         raise NotApplied(f"the output cannot be stored: {problem}{_without_cache(problem)}") from problem
     raise NotApplied(f"torch.export cannot capture the model: {_dynamic_shapes.one_size_only(problem) or short(problem)}")
+
+
+def _refuse_unknown(torch: Any, exported: Any) -> None:
+    """Raise NotApplied for an operator that a module in Python registers: who loads the program imports nothing because a file says so."""
+    modules = {name: one._init_fn.__module__ for name, one in pickles.defined_operators().items() if name}
+    for graph in exported.graph_module.modules():
+        for node in getattr(getattr(graph, "graph", None), "nodes", ()):
+            name = getattr(getattr(node.target, "_schema", None), "name", "")
+            module = modules.get(name, "torch")
+            if module.partition(".")[0] != "torch" and node.target not in torch.export.default_decompositions():
+                raise NotApplied(f"a program would call the operator {name}, which {module} registers, and only a process that imports that knows it"
+                                 f"{_without_kernel(name)}")
+
+
+def _without_kernel(operator: str) -> str:
+    """What to do about an operator of transformers."""
+    return '; with model.set_experts_implementation("batched_mm") the model does without it' if operator.startswith("transformers::grouped_mm") else ""
 
 
 @contextlib.contextmanager
