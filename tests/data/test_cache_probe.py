@@ -76,6 +76,22 @@ def test_what_cannot_be_cached_says_why(root, make, reason):
     assert reason in look(make(root)).refusal
 
 
+class BySeedOfWorker(cases.Texts):
+    """Augmentation that is seeded by the worker, and by nothing where there is none."""
+
+    def __getitem__(self, index):
+        worker = torch.utils.data.get_worker_info()
+        assert worker is None or worker.dataset is self
+        generator = torch.Generator().manual_seed(worker.seed + index if worker else index)
+        return super().__getitem__(index), torch.rand(3, generator=generator)
+
+
+def test_what_a_worker_makes_otherwise_than_another_is_not_stored_for_all():
+    """It was, until one was made again to be compared."""
+    assert "not the same each time" in look(BySeedOfWorker()).refusal
+    assert torch.utils.data.get_worker_info() is None
+
+
 def test_a_generator_that_is_seeded_for_each_item_is_no_obstacle(root):
     assert look(cases.SeededByItem(root)).refusal == ""
 

@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,8 +157,8 @@ def _made_alike(dataset: Any, alone: dict[int, bytes]) -> bool:
 def _whole(dataset: Any, indices: list[int], length: int) -> Found:
     records, make_s = [], []
     for index in indices:
-        first, drew, seconds = _made(lambda index=index: transforms.one(dataset, index), 1)
-        second, _, again = _made(lambda index=index: transforms.one(dataset, index), 2)
+        first, drew, seconds = _made(dataset, lambda index=index: transforms.one(dataset, index), 1)
+        second, _, again = _made(dataset, lambda index=index: transforms.one(dataset, index), 2)
         try:
             record = cache_codec.encode(first)
         except cache_codec.Unstorable as problem:
@@ -184,7 +185,7 @@ def _split(dataset: Any, indices: list[int]) -> Found:
     records, make_s, places = [], [], set()
     for index in indices:
         calls = prefix.calls
-        item, drew, seconds = _made(lambda index=index: transforms.one(twin, index), 3)
+        item, drew, seconds = _made(dataset, lambda index=index: transforms.one(twin, index), 3)
         place = transforms.find_place(item, prefix.result)
         if drew or prefix.calls != calls + 1 or place is None:
             return Found("its items are random outside of its transform, or are changed after it")
@@ -213,8 +214,8 @@ def _same_steps(dataset: Any, index: int) -> int:
     sample = prefix.result
     for count, step in enumerate(steps):
         inputs = copy.deepcopy(sample), copy.deepcopy(sample)       # a step may change its input
-        first, drew, _ = _made(lambda step=step, x=inputs[0]: step(x), 4)
-        second, _, _ = _made(lambda step=step, x=inputs[1]: step(x), 5)
+        first, drew, _ = _made(dataset, lambda step=step, x=inputs[0]: step(x), 4)
+        second, _, _ = _made(dataset, lambda step=step, x=inputs[1]: step(x), 5)
         try:
             cache_codec.encode(first)
         except cache_codec.Unstorable:
@@ -245,14 +246,30 @@ def _middle(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def _made(make: Any, number: int) -> tuple[Any, bool, float]:
+def _made(dataset: Any, make: Any, number: int) -> tuple[Any, bool, float]:
     """What `make` returns under this seed, whether it drew random numbers, and the seconds that it took."""
     random_states.seed(number)
     before = random_states.states()
-    began = time.perf_counter()
-    value = make()
-    seconds = time.perf_counter() - began
+    with _in_worker(dataset, number):
+        began = time.perf_counter()
+        value = make()
+        seconds = time.perf_counter() - began
     return value, random_states.drawn_since(before), seconds
+
+
+@contextlib.contextmanager
+def _in_worker(dataset: Any, number: int) -> Iterator[None]:
+    """As in one of two workers: items may be seeded or chosen by theirs, and one is stored for all of them."""
+    workers = getattr(getattr(sys.modules.get("torch.utils.data"), "_utils", None), "worker", None)
+    if not hasattr(workers, "_worker_info"):
+        yield
+        return
+    before = workers._worker_info
+    workers._worker_info = workers.WorkerInfo(id=number % 2, num_workers=2, seed=number, dataset=dataset)
+    try:
+        yield
+    finally:
+        workers._worker_info = before
 
 
 def _states_of(make: Any) -> tuple[Any, Any]:

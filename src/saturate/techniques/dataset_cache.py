@@ -25,9 +25,9 @@ Numerics
 out the same without drawing any. Later, too, a few items are made again and compared; one that differs ends the cache, with a message.
 Some datasets make a whole batch at once: it is then read from the cache as a whole or not at all.
 
-Refused are items that are random as a whole; items that depend on the others of their batch (as padding to its longest does); and datasets
-that have a random generator of their own (or whose transforms have, as in MONAI and albumentations), or make one without a seed for an
-item (`numpy.random.default_rng()`), because that need not show in a few items.
+Refused are items that are random as a whole, or others in another worker; items that depend on the others of their batch (as
+padding to its longest does); and datasets that have a random generator of their own (or whose transforms have, as in MONAI and
+albumentations), or make one without a seed for an item (`numpy.random.default_rng()`), because that need not show in a few items.
 
 How it is applied
 -----------------
