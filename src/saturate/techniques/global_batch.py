@@ -13,7 +13,8 @@ and the training tolerates fewer, larger updates.
 When it hurts
 -------------
 Beyond a critical batch size each sample teaches less. The rules hold up to a point, after a warm-up that this does not add;
-for SGD the linear one broke down above 8 Ki images on ImageNet. It is another training: how good the result is must be
+for SGD the linear one broke down above 8 Ki images on ImageNet. They are for a loss that is a mean: one that is summed over its samples
+grows with the batch by itself, and for SGD `rule="none"` is the linear rule then. It is another training: how good the result is must be
 measured by the user's own metric.
 
 Numerics
