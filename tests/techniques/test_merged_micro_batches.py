@@ -279,7 +279,8 @@ def mixtral():
 @pytest.mark.parametrize("given", [
     {"model": bert, "data": Classes()}, {"bf16": True}, {"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1},
     {"neftune_noise_alpha": 5.0}, {"gradient_accumulation_steps": 32},
-], ids=["classes", "bf16", "checkpointing", "smoothing", "neftune", "longer than an epoch"])
+    {"eval_strategy": "steps", "eval_steps": 1, "more": {"eval_dataset": Rows()}},      # leaves the model in evaluation mode
+], ids=["classes", "bf16", "checkpointing", "smoothing", "neftune", "longer than an epoch", "evaluation"])
 def test_what_else_a_trainer_does(tmp_path, given):
     plain, merged = train(tmp_path, **given), train(tmp_path, 4, **given)
     assert merged.counts[1] == -(-plain.counts[1] // 4)

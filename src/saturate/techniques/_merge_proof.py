@@ -50,6 +50,7 @@ def compare(trainer: Any, run: Run, batches: Sequence[Any], merged: Any, weighs:
 
 def _agree(trainer: Any, run: Run, batches: Sequence[Any], merged: Any, weighs: Sequence[int], torch: Any) -> int:
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+    _in_training_mode(trainer)
     watch = Watch(trainer.model, (), [], torch)
     try:
         total, sums, formats = 0.0, [None] * len(parameters), set()
@@ -75,6 +76,14 @@ def _agree(trainer: Any, run: Run, batches: Sequence[Any], merged: Any, weighs: 
             raise NotMergeable("the gradients of micro-steps do not add up to that of all their samples at once: samples depend on each other, "
                                "or do not weigh the same")
     return times
+
+
+def _in_training_mode(trainer: Any) -> None:
+    """As each micro-step of a Trainer begins. Behind an evaluation it would seem that a forward changes the modes of the model, and
+    its weights where the optimizer holds others for that (schedule-free ones)."""
+    trainer.model.train()
+    if callable(train := getattr(trainer.optimizer, "train", None)):
+        train()
 
 
 def _micro_step(trainer: Any, run: Run, batch: Any, members: int, parameters: list[Any], torch: Any) -> tuple[float, list[Any], set[str]]:
