@@ -356,6 +356,15 @@ def test_a_program_that_asserts_is_stored(tmp_path: Path) -> None:
         call(torch.full((8, 4), 200.0))
 
 
+def test_a_size_that_was_open_is_not_why_what_has_fixed_sizes_fails(tmp_path: Path) -> None:
+    class Masked(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sum(0).expand(len(x), -1) * torch.rand(x.shape[1], generator=torch.Generator().manual_seed(3))
+
+    with pytest.raises(NotApplied, match="answers otherwise than the model"):
+        _program.capture(context_of(Masked(), [(torch.randn(4, 2),)] * 2, tmp_path))
+
+
 @torch.library.custom_op("saturate_test_formats::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2

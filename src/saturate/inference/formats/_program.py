@@ -74,7 +74,8 @@ def capture(context: Context, model: Any = None) -> Program:
             exported = _export(torch, flat, _dynamic_shapes.example(torch, batches, sizes), sizes)
             shapes = _try_out(torch, exported, flat, batches, sizes, values=not context.facts.random)
         except Exception as error:  # noqa: BLE001 - export runs the model's own code, which may raise anything
-            problem = problem or error      # the plan with most freedom says best what the model asks for
+            # The plan with most freedom says best what the model asks for; but where no size was open, none is why.
+            problem = error if problem is None or not any(sizes) else problem
             continue
         _refuse_unknown(torch, exported)
         signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes, "values": looked_up(exported),
