@@ -19,7 +19,7 @@ from saturate.records.inference import CandidateRecord
 
 #: What the lines that make a candidate take from the user, and what it is.
 YOURS = {
-    "model": "your model in evaluation mode",
+    "model": "your model in evaluation mode, a torch.nn.Module that takes the inputs: where you call a method of one, or with more arguments, one that does so",
     "inputs": "one batch, a tuple",
     "calibration": "a list of batches that quantization may look at",
     "loader": "batches of training data, tuples (*inputs, target)",
