@@ -154,7 +154,7 @@ def test_the_lines_of_nhwc_take_any_inputs_and_convolutions_of_both_kinds() -> N
     given = {"torch": torch, "model": model, "inputs": (image, None, True, 3, {"clip": [clip]}, counts)}
     exec(nhwc_layout.as_code(nhwc_layout.Options()), given)
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    first, nothing, flag, number, nested, other = given["tree_map"](given["inward"], given["inputs"])     # type: ignore[operator]
+    first, nothing, flag, number, nested, other = given["mapped"](given["inward"], given["inputs"])     # type: ignore[operator]
     assert (nothing, flag, number) == (None, True, 3) and other is counts
     for found, wanted in ((first, image), (nested["clip"][0], clip), *((layer.weight, layer.weight) for layer in model[:2])):
         assert torch.equal(found, wanted) and found.is_contiguous(memory_format=formats[found.dim()]) and not found.is_contiguous()

@@ -666,7 +666,7 @@ def test_an_evaluation_in_a_skipped_step_is_none_in_the_block_before(monkeypatch
     gate = {"stamps": [0, 10**6, 2 * 10**6, 3 * 10**6], "parts": {}, "evaluations": [0, 2]}
     trial.__dict__.update(frozen=False, gates=[], server=SimpleNamespace(go=lambda order: None, notices=[], hello=dict), counts={}, sample=[],
                           steps=0, _step_s=0.0, _lags=[], _looked_at=False, _guarded=lambda action: action(), _note_peak=lambda gates: None,
-                          _wait_gate=lambda expected_s: [gate])
+                          _wait_gate=lambda patience_s, expected_s: [gate])
     monkeypatch.setattr(clocks, "problem", lambda began, stamps, ended: None)
     both = joined([trial.run_block(1, 2), trial.run_block(1, 2)])
     assert both.evaluated == {1, 3}
