@@ -77,9 +77,13 @@ def test_who_was_not_scored_is_tried_under_another_budget(tmp_path: Path) -> Non
 
 
 def test_scores_of_the_very_same_answers_stay_that(tmp_path: Path) -> None:
-    found = Tried(Candidate((part(),)), "dominated", "", 2.0, Timing(p50=1, p90=1, p99=1, calls=3), Scores(0.9, identical=True), done=("did",))
-    back = tried_of(found.candidate, json.loads(json.dumps(entry_of(found))))
+    found = Tried(Candidate((part(),)), "dominated", "", 2.0, Timing(p50=1, p90=1, p99=1, calls=3), Scores(0.9, identical=True), done=("did",),
+                  compile_s=4.0)
+    entry = json.loads(json.dumps(entry_of(found)))
+    back = tried_of(found.candidate, entry)
     assert back == found and back.scores.identical
+    del entry["compile_s"]
+    assert tried_of(found.candidate, entry).compile_s is None, "a journal from before it was noted"
 
 
 # -- what failed -------------------------------------------------------------------------------------------------------

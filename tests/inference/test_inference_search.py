@@ -65,7 +65,7 @@ class FakeWorker:
     shares = 1
 
     def __post_init__(self) -> None:
-        self.ready = types.SimpleNamespace(prepare_s=1.0, first_call_s=0.1, proofs=[Proof(self.active, "seen" if self.active else "idle")],
+        self.ready = types.SimpleNamespace(prepare_s=1.0, first_call_s=0.1, compile_s=None, proofs=[Proof(self.active, "seen" if self.active else "idle")],
                                            done=[part.id for part in self.candidate.parts], notes=self.notes)
 
     def block(self, count: int, *, cpu: int | None = None) -> list[int]:

@@ -69,7 +69,7 @@ class InProcess:
             raise WorkerFailed("not_applied", str(reason)) from reason
         once, again = self.run(*self.batches[0]), self.run(*self.batches[0])
         facts = ModelFacts(kind=type(self.model).__name__, dtypes=("float32",), random=not torch.equal(once, again))
-        self.ready = types.SimpleNamespace(prepare_s=0.0, first_call_s=0.0, done=done, notes={}, proofs=proofs, peak_memory_bytes=1, facts=facts)
+        self.ready = types.SimpleNamespace(prepare_s=0.0, first_call_s=0.0, compile_s=None, done=done, notes={}, proofs=proofs, peak_memory_bytes=1, facts=facts)
 
     def run(self, *inputs: Any) -> Any:
         try:

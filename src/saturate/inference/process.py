@@ -81,6 +81,7 @@ class Ready:
 
     prepare_s: float
     first_call_s: float
+    compile_s: float | None             # of both, in compilers; None: nothing was compiled
     longest_call_s: float               # of the first calls with every shape
     batch_bytes: int                    # of the largest batch
     done: list[str]                     # what each technique said that it did, in the order of application

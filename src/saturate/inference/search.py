@@ -333,9 +333,10 @@ class Search:
     def _measure(self, worker: Any, found: Tried) -> None:
         """Fill in what a living process shows."""
         candidate = found.candidate
-        found.prepare_s, found.first_call_s = worker.ready.prepare_s, worker.ready.first_call_s
-        found.done, found.compressed_bytes = tuple(worker.ready.done), compressed_bytes(worker.ready.notes)
-        idle = next((proof.evidence for proof in worker.ready.proofs if not proof.active), None)
+        ready = worker.ready
+        found.prepare_s, found.first_call_s, found.compile_s = ready.prepare_s, ready.first_call_s, ready.compile_s
+        found.done, found.compressed_bytes = tuple(ready.done), compressed_bytes(ready.notes)
+        idle = next((proof.evidence for proof in ready.proofs if not proof.active), None)
         if idle is not None:
             found.fate, found.reason = "not_applied", idle
             return

@@ -35,6 +35,7 @@ class Tried:
     done: tuple[str, ...] = ()              # what each technique said that it did
     prepare_s: float | None = None
     first_call_s: float | None = None
+    compile_s: float | None = None
     seconds: float = 0.0
     out_of_limits: bool = False             # its process was ended for the time or the memory that it took
     late: bool = False                      # its process, or one that served what it stored, was ended for the time that it took
@@ -93,7 +94,7 @@ class Tried:
             flip_rate=self.flip_rate if judgement is None or judgement.flip_rate is None else judgement.flip_rate,
             agreement=self.agreement, peak_memory_bytes=self.peak_memory_bytes, size_bytes=self.size_bytes,
             compressed_bytes=self.compressed_bytes, done=list(self.done), prepare_s=self.prepare_s,
-            first_call_s=self.first_call_s, seconds=round(self.seconds, 3), code=code(candidate, threads))
+            first_call_s=self.first_call_s, compile_s=self.compile_s, seconds=round(self.seconds, 3), code=code(candidate, threads))
 
 
 def code(candidate: Candidate, threads: int | None = None) -> str:
@@ -127,7 +128,8 @@ def entry_of(found: Tried) -> dict[str, Any]:
         "scores": None if scores is None else {"mean": scores.mean, "values": scores.values, "metric": scores.metric,
                                                "others": [list(other) for other in scores.others], "identical": scores.identical},
         "peak_memory_bytes": found.peak_memory_bytes, "size_bytes": found.size_bytes, "compressed_bytes": found.compressed_bytes,
-        "done": list(found.done), "prepare_s": found.prepare_s, "first_call_s": found.first_call_s, "seconds": found.seconds,
+        "done": list(found.done), "prepare_s": found.prepare_s, "first_call_s": found.first_call_s,
+        "compile_s": found.compile_s, "seconds": found.seconds,
     }
 
 
@@ -142,4 +144,4 @@ def tried_of(candidate: Candidate, entry: dict[str, Any]) -> Tried:
         scores=None if scores is None else Scores(
             scores["mean"], None if scores["values"] is None else tuple(scores["values"]), scores["metric"],
             tuple((name, mean) for name, mean in scores["others"]), scores["identical"]),
-        **same)
+        compile_s=entry.get("compile_s"), **same)     # unknown to older journals

@@ -28,7 +28,7 @@ from typing import Any
 from saturate.errors import SaturateError
 from saturate.inference import batches as trees
 from saturate.inference import facts as observing
-from saturate.inference import gpu_failures, modes, session, users_code, wire
+from saturate.inference import compiling, gpu_failures, modes, session, users_code, wire
 from saturate.inference.device_memory import DeviceMemory
 from saturate.inference.failures import first_words
 from saturate.inference.formats import OtherSizes
@@ -164,7 +164,8 @@ class Server:
         peak = self.do_memory()
         self._settle()
         return {"prepare_s": time.monotonic() - began - (called - prepared), "first_call_s": called - prepared,
-                "longest_call_s": longest, "batch_bytes": max(trees.size_bytes(self.torch, batch) for batch in self.inputs),
+                "compile_s": compiling.seconds() or None, "longest_call_s": longest,
+                "batch_bytes": max(trees.size_bytes(self.torch, batch) for batch in self.inputs),
                 "done": done, "proofs": proofs, "device_peak_bytes": peak, "facts": self.facts,
                 "whole_device": self._memory is not None and self._memory.whole_device,
                 "notes": dict(self.context.notes) if self.context else {}}

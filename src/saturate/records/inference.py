@@ -112,6 +112,7 @@ class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
     done: list[str] = []                    # what each technique said that it did, in the order of application
     prepare_s: float | None = None          # quantize, train, export, compile
     first_call_s: float | None = None
+    compile_s: float | None = None          # of both, in compilers; None: nothing was compiled
     seconds: float = 0.0                    # that this candidate cost the search
     code: str = ""                          # the same without saturate
 

@@ -259,7 +259,8 @@ def _prepared(one: CandidateRecord) -> str:
     if one.prepare_s is None:
         return ""
     first = "" if one.first_call_s is None else f", first call in {_brief(one.first_call_s)}"
-    return f" Prepared in {words.seconds(one.prepare_s)}{first}."
+    compiling = "" if one.compile_s is None else f"; compilers took {_brief(one.compile_s)} of this"
+    return f" Prepared in {words.seconds(one.prepare_s)}{first}{compiling}."
 
 
 def _brief(value_s: float) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.errors import ArtifactDamaged
-from saturate.inference import session, structure
+from saturate.inference import compiling, session, structure
 from saturate.inference.formats import _program, _vetting
 from saturate.inference.techniques._api import Context, Entry, NotApplied
 
@@ -58,7 +58,7 @@ def weights_in_allocator(device: str) -> dict[str, Any]:
 
 def _compile(torch: Any, exported: Any, path: Path, configuration: dict[str, Any]) -> None:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), compiling.clock():
             torch._inductor.aoti_compile_and_package(
                 exported, package_path=str(path), inductor_configs=dict(configuration))
         _vetting.compiled(torch, path)

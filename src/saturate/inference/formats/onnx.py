@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from saturate.errors import ArtifactDamaged, EnvironmentProblem
-from saturate.inference import structure
+from saturate.inference import compiling, structure
 from saturate.inference.formats import _program
 from saturate.inference.techniques._api import Entry
 
@@ -68,7 +68,8 @@ def open_session(path: Path, *, threads: int, spin: bool = True, device: str = "
     if executed is not None:
         options.optimized_model_filepath = str(executed)
         options.add_session_config_entry(EXTERNAL, f"{executed.name}.data")
-    session = onnxruntime.InferenceSession(str(path), options, providers=providers(device, index))
+    with compiling.clock():
+        session = onnxruntime.InferenceSession(str(path), options, providers=providers(device, index))
     if device == "cuda" and CUDA not in session.get_providers():        # it warns only, and computes on the CPU
         raise EnvironmentProblem("ONNX Runtime cannot use the GPU", cause="its CUDA libraries are missing, or do not fit those of torch",
                                  remedy="pip install onnxruntime-gpu, for the version of CUDA that torch was built with")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from saturate.errors import ArtifactDamaged
-from saturate.inference import structure
+from saturate.inference import compiling, structure
 from saturate.inference.formats import _program
 from saturate.inference.formats import onnx as files
 from saturate.inference.techniques._api import Entry
@@ -75,7 +75,8 @@ class Executable:
                 model = self._model if general else self._model.clone()
                 if not general:
                     model.reshape(self.sizes)
-                self._programs[general] = core().compile_model(model, "CPU", self._properties)
+                with compiling.clock():
+                    self._programs[general] = core().compile_model(model, "CPU", self._properties)
             return self._programs[general]
 
     def __call__(self, tensors: list[Any]) -> list[Any]:

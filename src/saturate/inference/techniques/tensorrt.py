@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from saturate.inference import structure
+from saturate.inference import compiling, structure
 from saturate.inference.formats import tensorrt as engines
 from saturate.inference.techniques import _onnx, _precision
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
@@ -110,7 +110,8 @@ def _build(tensorrt: Any, exported: _onnx.Exported, shapes: list[list[tuple[int,
         high = tuple(map(max, sizes))
         profile.set_shape(name, tuple(map(min, sizes)), high, high)
     config.add_optimization_profile(profile)
-    plan = builder.build_serialized_network(network, config)
+    with compiling.clock():
+        plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise NotApplied("TensorRT built no engine; the log of this candidate says why")
     return bytes(plan)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from saturate.inference import session, structure
+from saturate.inference import compiling, session, structure
 from saturate.inference.formats import _program, aoti
 from saturate.inference.techniques import _onnx, _precision
 from saturate.inference.techniques._api import (
@@ -88,7 +88,8 @@ def apply(context: Context, options: Options) -> str:
 
     program = _program.capture(context, _onnx.in_half(context.torch, context.model) if options.half else None)
     _, example = structure.flatten(context.torch, context.inputs[0])
-    compiled = torch_tensorrt.dynamo.compile(program.exported, arg_inputs=tuple(example), use_explicit_typing=True)
+    with compiling.clock():
+        compiled = torch_tensorrt.dynamo.compile(program.exported, arg_inputs=tuple(example), use_explicit_typing=True)
     engines = sum("TensorRT" in type(module).__name__ for module in compiled.modules())
     if not engines:
         raise NotApplied("no part of the model became a TensorRT engine")

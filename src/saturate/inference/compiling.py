@@ -1,0 +1,28 @@
+"""How long compilers worked in this process: torch.compile, which says so itself, and all others by a clock around them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+
+_others_s = 0.0
+
+
+@contextlib.contextmanager
+def clock() -> Iterator[None]:
+    """Around a call that makes a program for this machine, other than by torch.compile: AOTInductor, ONNX Runtime, OpenVINO, TensorRT."""
+    global _others_s
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        _others_s += time.monotonic() - began
+
+
+def seconds() -> float:
+    """Of all of them so far."""
+    dynamo = sys.modules.get("torch._dynamo")
+    frames_s = () if dynamo is None else dynamo.utils.compilation_time_metrics.get("_compile.compile_inner", ())
+    return _others_s + float(sum(frames_s))
