@@ -27,8 +27,8 @@ from typing import Any
 
 from saturate.errors import SaturateError
 from saturate.inference import batches as trees
-from saturate.inference import facts as observing
 from saturate.inference import compiling, gpu_failures, modes, session, users_code, wire
+from saturate.inference import facts as observing
 from saturate.inference.device_memory import DeviceMemory
 from saturate.inference.failures import first_words
 from saturate.inference.formats import OtherSizes
