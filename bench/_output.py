@@ -1,4 +1,4 @@
-"""What every benchmark says at its end: its rows as JSON, and one line on its targets. Standard library only."""
+"""What every benchmark says at its end: its rows as JSON, and one line on its targets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import platform
 from pathlib import Path
 from typing import Any
+
+from saturate.machine import facts
 
 
 def as_text(ratio: tuple[float, float, float]) -> str:
@@ -18,7 +20,7 @@ def write_json(path: Path | None, benchmark: str, rows: list[dict[str, Any]], me
     """Results with the machine they were measured on. `met`: whether the targets were; None: not judged."""
     if path is None:
         return
-    machine = {"cores": os.cpu_count(), "architecture": platform.machine(), "python": platform.python_version(),
+    machine = {"cores": os.cpu_count(), "processor": facts.cpu_name(), "python": platform.python_version(),
                "load": os.getloadavg()[0]}
     path.write_text(json.dumps({"schema": 1, "benchmark": benchmark, "machine": machine, "targets_met": met, "rows": rows},
                                indent=1) + "\n", encoding="utf-8")

@@ -84,6 +84,15 @@ def test_number_formats_from_cpu_flags(tmp_path, flags, bf16, fp16):
     assert (found.cpu_name, found.cpu_bf16_native, found.cpu_fp16_native) == ("Toy 9000", bf16, fp16)
 
 
+@pytest.mark.parametrize(("told", "name"), [
+    ("model name : AMD EPYC\ncpu family : 25\nmodel : 17\n", "AMD EPYC (family 25, model 17)"),
+    ("model name : AMD EPYC\ncpu family : 26\nmodel : 2\n", "AMD EPYC (family 26, model 2)"),
+    ("Hardware : Board\nCPU implementer : 0x41\nCPU part : 0xd40\n", "Board (implementer 0x41, part 0xd40)"),
+])
+def test_processors_that_a_virtual_machine_calls_alike_are_told_apart(tmp_path, told, name):
+    assert facts.observe(root=plant(tmp_path, {"proc/cpuinfo": f"processor : 0\n{told}"})).cpu_name == name
+
+
 def test_arm_flags(tmp_path):
     found = facts.observe(root=plant(tmp_path, {"proc/cpuinfo": "processor : 0\nFeatures : fp asimd bf16 asimdhp\n"}))
     assert found.cpu_bf16_native and found.cpu_fp16_native

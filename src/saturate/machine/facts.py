@@ -23,6 +23,8 @@ _ROOT = Path("/")
 #: x86 names, then the names that Linux gives the same on Arm.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
+#: Fields of /proc/cpuinfo that tell processors of one name apart, on x86 and on Arm, and what they are called in a name.
+_GENERATION = {"cpu family": "family", "model": "model", "CPU implementer": "implementer", "CPU part": "part"}
 _ALLOCATORS = {"jemalloc": r"libjemalloc\.so[.\d]*", "tcmalloc": r"libtcmalloc(?:_minimal)?\.so[.\d]*"}
 #: cgroup v1 has no word for "no limit": it stores the largest page-aligned number instead.
 _NO_LIMIT_BYTES = 1 << 60
@@ -131,9 +133,12 @@ def physical_cores(root: Path = _ROOT) -> int | None:
 
 
 def cpu_name(root: Path = _ROOT) -> str:
-    """The processor's name, or at least its architecture."""
+    """The processor's name, or at least its architecture, and what the kernel tells beside it: a virtual machine may call every
+    generation of a maker by one name ("AMD EPYC")."""
     information = cpu_information(root)
-    return information.get("model name") or information.get("Hardware") or platform.processor() or platform.machine()
+    name = information.get("model name") or information.get("Hardware") or platform.processor() or platform.machine()
+    generation = ", ".join(f"{said} {information[field]}" for field, said in _GENERATION.items() if information.get(field))
+    return f"{name} ({generation})" if generation else name
 
 
 def cpu_information(root: Path = _ROOT) -> dict[str, str]:
