@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from saturate import dynamo_times  # noqa: E402 - after the check for torch
 from saturate.agent import facts, kinds  # noqa: E402
 
 
@@ -37,8 +38,8 @@ def test_recompilations_so_far_and_their_time():
     dynamo.utils.clear_compilation_metrics()
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager", dynamic=False)
     compiled(torch.ones(2)), compiled(torch.zeros(2))
-    seconds = facts._compile_seconds(dynamo)
+    seconds = dynamo_times.compile_s(dynamo)
     assert facts._recompiles(dynamo) == 0 and seconds > 0
     compiled(torch.ones(3)), compiled(torch.ones(4))
-    assert facts._recompiles(dynamo) == 2 and facts._compile_seconds(dynamo) > seconds
-    assert facts._recompiles(None) == 0 == facts._compile_seconds(None)
+    assert facts._recompiles(dynamo) == 2 and dynamo_times.compile_s(dynamo) > seconds
+    assert facts._recompiles(None) == 0 == dynamo_times.compile_s(None)

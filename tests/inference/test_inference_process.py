@@ -26,7 +26,7 @@ from process_kit import Answer, Doubles, Force, OnlyIn, Pair, Structured  # noqa
 from waiting import until  # noqa: E402
 
 from saturate.errors import EnvironmentProblem  # noqa: E402
-from saturate.inference import process, search  # noqa: E402
+from saturate.inference import compiling, process, search  # noqa: E402
 from saturate.inference.candidates import Candidate, Part  # noqa: E402
 from saturate.inference.failures import WorkerFailed  # noqa: E402
 from saturate.inference.process import Worker  # noqa: E402
@@ -97,6 +97,7 @@ def test_a_candidate_answers_with_its_techniques_applied(shared: Worker) -> None
     got = shared.run(x)
     assert isinstance(got, tuple) and torch.allclose(got[0], 2 * model(x)[0])
     assert shared.ready.done == ["did double"] and [proof.evidence for proof in shared.ready.proofs] == ["it did double"]
+    assert shared.ready.compile_s is None
     assert shared.ready.prepare_s > 0.05 and 0 < shared.ready.first_call_s < shared.ready.prepare_s
     # The files of the library alone are more; less would not be resident memory of that process.
     assert shared.ready.peak_memory_bytes > 50 * 2**20 and shared.memory_bytes() > 50 * 2**20
@@ -245,6 +246,12 @@ def test_every_shape_is_met_before_the_first_block(tmp_path: Path, server: Serve
     server.do_block(5, 7, among=2)
     server.do_block(1, None)
     assert server.context.notes["calls"] == "3 5 2 4 " + "3 5 2 4 3 3 3 " + "2 " + "5 2 5 2 5 " + "3 "
+
+
+def test_what_compilers_took_is_said(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_others_s", 3.0)
+    source = Source.write(tmp_path / "source", Pair(), BATCHES)
+    assert server.do_prepare(order(source, tmp_path))["compile_s"] == compiling.seconds() >= 3.0
 
 
 def test_every_call_gets_the_inputs_that_the_user_gave(tmp_path: Path, server: Server) -> None:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from saturate import dynamo_times
 from saturate.agent import formats
 from saturate.agent.forwards import forward_overridden, is_ours
 from saturate.agent.observe import trained_parameters, world_size
@@ -159,7 +160,7 @@ def shown(session: Any) -> Evidence:
         graph_breaks=_graph_breaks(dynamo),
         recompiles=_recompiles(dynamo),
         recompile_limit_hit=recompile_limit_hit(counters),
-        compile_s=_compile_seconds(dynamo),
+        compile_s=dynamo_times.compile_s(dynamo),
         cuda_graphs=cuda_graphs(counters) if session.inspection.device == "cuda" else None,
         cuda_graph_skips=counters.get("inductor", {}).get("cudagraph_skips", 0),
         loaders=tuple(entry["facts"] for entry in session.loaders.values()),
@@ -207,10 +208,3 @@ def cuda_graphs(counters: Any) -> bool | None:
         return True
     inductor = sys.modules.get("torch._inductor.config")
     return False if found.get("cudagraph_skips") or hasattr(inductor, "graph_partition") else None
-
-
-def _compile_seconds(dynamo: Any) -> float:
-    """Total wall time of frame compilation so far; dynamo keeps it per phase."""
-    if dynamo is None:
-        return 0.0
-    return float(sum(dynamo.utils.compilation_time_metrics.get("_compile.compile_inner", [])))

@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+from saturate import dynamo_times
+
 _others_s = 0.0
 
 
@@ -23,6 +25,4 @@ def clock() -> Iterator[None]:
 
 def seconds() -> float:
     """Of all of them so far."""
-    dynamo = sys.modules.get("torch._dynamo")
-    frames_s = () if dynamo is None else dynamo.utils.compilation_time_metrics.get("_compile.compile_inner", ())
-    return _others_s + float(sum(frames_s))
+    return _others_s + dynamo_times.compile_s(sys.modules.get("torch._dynamo"))
