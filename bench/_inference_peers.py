@@ -223,6 +223,22 @@ PEERS: dict[str, Callable[..., Any]] = {
 }
 
 
+#: The side of the square matrices of `int8_products`, and how many operations one call of it is.
+SIDE = 2048
+PRODUCT = 2 * SIDE**3
+
+
+def int8_products(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    """No peer but the ceiling of them all: one product of two matrices of bytes, summed in 32 bits, of a size at which it is fastest."""
+    import torch
+
+    a, b = (torch.randint(-128, 128, (SIDE, SIDE), dtype=torch.int8) for _ in range(2))
+    return lambda *args: torch._int_mm(a, b)
+
+
+SERVED = {**PEERS, "int8-products": int8_products}
+
+
 def _loaded(name: str) -> Callable[..., Any]:
     """The program in an artifact, hosted like the peers."""
     import saturate
@@ -244,7 +260,7 @@ def serve(name: str, model: str, small: bool, threads: int) -> None:
     with torch.no_grad():
         expected = [subject.model(*batch).argmax(1).tolist() for batch in subject.held_out]
         began = time.perf_counter()
-        run = _loaded(name) if name.startswith("saturate:") else PEERS[name](subject.model, subject.inputs, threads)
+        run = _loaded(name) if name.startswith("saturate:") else SERVED[name](subject.model, subject.inputs, threads)
         run(*subject.inputs[0])
         prepare_s = time.perf_counter() - began
         found = [run(*batch).argmax(1).tolist() for batch in subject.held_out]

@@ -8,7 +8,12 @@ bfloat16, int8 static), torchao and PT2E, each as its documentation says (`_infe
 The weights are random, so the check is agreement with the float32 model's own top-1 on held-out inputs, with a generous
 budget: this measures speed under one and the same condition for all, and says nothing of task accuracy.
 
+How much 8 bits can give depends on the processor, and on how well its eager float32 does: beside each answer stands what
+would be within reach if all products of the model ran at the rate at which this CPU multiplies large matrices of bytes, and
+nothing else took time. It is measured in the same run.
+
     python bench/inference.py [--smoke] [--json FILE] [--models resnet50,...] [--budget 20m]
+    python bench/inference.py --reach           only what is within reach, in minutes
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _inference_peers import LOSSLESS, PEERS, Failed, Peer
+from _inference_peers import LOSSLESS, PEERS, PRODUCT, Failed, Peer
 from _output import as_text, close, write_json
 
 from saturate.inference import racing
@@ -46,6 +51,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes of one model, nothing is judged")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--models", help=f"of {','.join(TARGETS)}")
+    parser.add_argument("--reach", action="store_true", help="only what is within reach of 8 bits on this CPU; judges nothing")
     parser.add_argument("--budget", help="time for each search (default: 20m; 60s with --smoke)")
     arguments = parser.parse_args()
     names = (arguments.models or ("resnet50" if arguments.smoke else ",".join(TARGETS))).split(",")
@@ -54,8 +60,11 @@ def main() -> int:
         parser.error(f"no such model: {', '.join(unknown)}")
     rows = []
     with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
-        for name in names:
-            rows.append(Contest(name, arguments.smoke, Path(folder)).run(arguments.budget or ("60s" if arguments.smoke else "20m")))
+        contests = [Contest(name, arguments.smoke, Path(folder)) for name in names]
+        if arguments.reach:
+            return only_what_is_within_reach(contests, arguments.json)
+        for contest in contests:
+            rows.append(contest.run(arguments.budget or ("60s" if arguments.smoke else "20m")))
             show(rows[-1])
     met = None if arguments.smoke or not has_vnni() else all(row["met"] for row in rows)
     write_json(arguments.json, "inference", rows, met)
@@ -64,6 +73,14 @@ def main() -> int:
         print("this CPU has no VNNI: targets are not judged")
         return 0
     return close(bool(met), arguments.smoke, f"{targets}; never slower than by hand")
+
+
+def only_what_is_within_reach(contests: list[Contest], file: Path | None) -> int:
+    rows = [{"model": contest.name, "within_reach": contest.within_reach()} for contest in contests]
+    for row in rows:
+        print(f"{row['model']}: {reach(row)} (target {TARGETS[row['model']][0]})")
+    write_json(file, "inference", rows, None)
+    return 0
 
 
 class Contest:
@@ -87,7 +104,7 @@ class Contest:
             ratios[question] = (1.0, 1.0, 1.0) if answer == peer else self.race(peer, answer)
         return {"model": self.name, "answer": [part["id"] for part in record.best.recipe] if record.best else [],
                 "search_s": record.seconds, "verdict": record.verdict, "lossless": lossless, "best_by_hand": best,
-                "ratios": ratios, "by_hand": peers, "failed": failed, "met": self.met(ratios)}
+                "ratios": ratios, "within_reach": self.within_reach(), "by_hand": peers, "failed": failed, "met": self.met(ratios)}
 
     def met(self, ratios: dict[str, Ratio]) -> bool:
         """Targets count by the estimate; against the best by hand only a loss beyond noise counts."""
@@ -110,6 +127,12 @@ class Contest:
                                    time=budget, threads=1, workdir=self.folder / "study", only=SMOKE_TECHNIQUES if self.smoke else (),
                                    progress=lambda text: say(f"    {text}"))
         return result.record
+
+    def within_reach(self) -> Ratio:
+        """Times eager float32, for a program that does nothing but the model's products, each at this CPU's rate for bytes."""
+        say(f"{self.name}: what is within reach")
+        one_product = PRODUCT / products_of(self.name, self.smoke)
+        return tuple(ratio * one_product for ratio in self.race("eager", "int8-products"))
 
     def peer(self, name: str) -> Peer:
         return Peer(name, self.name, self.smoke, 1, self.folder / f"{name.partition(':')[0]}.log")
@@ -134,10 +157,30 @@ class Contest:
         return (math.nan, 0.0, math.inf) if found.estimate is None else (found.estimate.speedup, *found.estimate.speedup_ci)
 
 
+def products_of(name: str, small: bool) -> int:
+    """Operations of the model's matrix products and convolutions for one input; a multiplication and its addition are two."""
+    import torch
+    from _inference_models import build
+
+    from saturate.agent.flopcount import flop_counter
+
+    subject = build(name, small)
+    with torch.no_grad(), flop_counter(torch) as counted:
+        subject.model(*subject.held_out[0])
+    if counted.unknown:
+        raise RuntimeError(f"the operations of {name} cannot be counted: {counted.unknown}")
+    return counted.flops
+
+
+def reach(row: dict[str, Any]) -> str:
+    return f"within reach of 8 bits here: {as_text(row['within_reach'])} of eager, if nothing took time but its products, at this CPU's rate for bytes"
+
+
 def show(row: dict[str, Any]) -> None:
     eager, lossless = TARGETS[row["model"]]
     print(f"{row['model']}: {' + '.join(row['answer']) or 'nothing helps'}, found in {row['search_s']:.0f} s")
     print(f"    over eager float32 {as_text(row['ratios']['eager'])} (target {eager})")
+    print(f"    {reach(row)}")
     print(f"    over the best lossless by hand ({row['lossless']}) {as_text(row['ratios']['lossless'])} (target {lossless})")
     print(f"    over the best by hand ({row['best_by_hand']}) {as_text(row['ratios']['by hand'])} (target: not slower)")
     for name, peer in sorted(row["by_hand"].items(), key=lambda entry: -entry[1]["speedup"]):

@@ -7,6 +7,7 @@ a file of the script's own). Standard library only.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from typing import Any
@@ -22,6 +23,13 @@ def tell(text: str) -> None:
             _pass_on(error)
         else:
             return
+
+
+@functools.cache
+def tell_once(text: str) -> None:
+    """The same, but never twice in a process: a training may make a loader for every epoch, or copies of its model again and again,
+    each left alone for the same reason."""
+    tell(text)
 
 
 def _write(stream: Any, text: str) -> None:

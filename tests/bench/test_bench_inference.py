@@ -69,6 +69,31 @@ def test_what_meets_the_targets(bench, tmp_path, eager, lossless, by_hand, met):
     assert contest.met(ratios) is met
 
 
+@pytest.mark.parametrize("name, operations", [("resnet50", 8.2e9), ("bert-base", 12 * 128 * (24 * 768 + 4 * 128) * 768), ("vit-b16", 35.1e9)])
+def test_the_operations_of_a_model_are_as_published(bench, name, operations):
+    """Twice the multiplications that the papers and torchvision count: 4.09, 17.6 thousand millions. BERT: 12 layers of 24 * 768**2
+    operations for each token, and 4 * 128 * 768 of attention over the 128 tokens of the benchmark."""
+    assert bench("inference").products_of(name, False) == pytest.approx(operations, rel=0.02)
+
+
+def test_within_reach_counts_the_products_of_the_model_only(bench, tmp_path, monkeypatch):
+    """A CPU that multiplies bytes at ten times the rate at which eager does everything."""
+    inference, peers = bench("inference"), bench("_inference_peers")
+    contest = inference.Contest("resnet50", True, tmp_path)
+    rate = peers.PRODUCT / 10                           # of bytes, per second: one large product takes 10 s
+    eager_s = inference.products_of("resnet50", True) / (rate / 10)
+    monkeypatch.setattr(contest, "race", lambda a, b: {("eager", "int8-products"): (eager_s / 10,) * 3}[a, b])
+    assert contest.within_reach() == pytest.approx((10.0, 10.0, 10.0))
+
+
+def test_a_product_of_bytes_answers_as_peers_do(bench, tmp_path):
+    peer = bench("_inference_peers").Peer("int8-products", "resnet50", True, 1, tmp_path / "log")
+    try:
+        assert all(time > 0 for time in peer.block(2))
+    finally:
+        peer.close()
+
+
 def test_a_peer_that_fails_says_why(bench, tmp_path):
     peers = bench("_inference_peers")
     with pytest.raises(peers.Failed, match="no-such-peer"):

@@ -107,7 +107,7 @@ def test_who_was_not_scored_has_its_turn_when_the_one_that_outran_it_falls(how: 
 
     def refuse(found: Any) -> Any:
         if found.candidate.label() == "fast":
-            raise confirm.NotDeployable("it holds a lambda")
+            raise confirm.NotStored("it holds a lambda")
         return deploy(found)
 
     search = walk(world, FAST, BF16, OTHER)
@@ -382,7 +382,7 @@ def test_the_model_is_the_best_lossless_one_only_where_no_other_can_be() -> None
 
 
 def refusing(found: Any) -> Any:
-    raise confirm.NotDeployable("it holds a lambda")
+    raise confirm.NotStored("it holds a lambda")
 
 
 def raced(speedup: float | None, reason: str = "") -> Any:
@@ -481,7 +481,7 @@ def test_what_ends_from_outside_or_of_the_time_while_it_is_stored_stays_open(err
     search = walk(world, RUN)
 
     def deploy(found: Any) -> Any:
-        raise confirm.NotDeployable(error.reason) from error
+        raise confirm.NotStored(error.reason) from error
 
     world.deploy = deploy       # type: ignore[method-assign]
     assert champion(search, world) == (None, None)

@@ -22,7 +22,7 @@ from saturate.inference import lab as module
 from saturate.inference.accuracy import Budget, Judgement, split
 from saturate.inference.api import running_model
 from saturate.inference.candidates import Candidate
-from saturate.inference.confirm import Confirmed, NotDeployable
+from saturate.inference.confirm import Confirmed, NotStored
 from saturate.inference.ending import Ending
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.journal import Journal
@@ -47,7 +47,7 @@ def test_what_was_found_may_be_prepared_again_although_the_time_is_over(tmp_path
 
     monkeypatch.setattr(module, "Worker", start)
     lab = Lab(None, tmp_path, 1, time.monotonic() - 10)         # type: ignore[arg-type]
-    with pytest.raises(NotDeployable, match="for a test"):
+    with pytest.raises(NotStored, match="for a test"):
         lab.deploy(Tried(Candidate(), "dominated", "", prepare_s=50.0, first_call_s=10.0))
     with pytest.raises(WorkerFailed):
         lab.load(tmp_path)
@@ -114,7 +114,7 @@ def test_a_compiler_that_hangs_while_it_stores_is_not_waited_for_half_an_hour(tm
 
     monkeypatch.setattr(module, "Worker", lambda *given, **more: SimpleNamespace(store=store, close=lambda: None))
     for left_s in (-10, 7200):
-        with pytest.raises(NotDeployable, match="storing took longer"):
+        with pytest.raises(NotStored, match="storing took longer"):
             Lab(None, tmp_path, 1, time.monotonic() + left_s).deploy(                   # type: ignore[arg-type]
                 Tried(Candidate(), "dominated", "", prepare_s=50.0, first_call_s=10.0))
     assert allowed == [module.LOAD_S + 240, module.STORE_S]

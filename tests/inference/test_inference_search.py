@@ -698,7 +698,7 @@ def test_what_cannot_be_stored_gives_way() -> None:
 
     def deploy(found: Any) -> Any:
         if found.candidate.label() == "run":
-            raise confirm.NotDeployable("it holds a lambda")
+            raise confirm.NotStored("it holds a lambda")
         return found.candidate
 
     world.deploy = deploy       # type: ignore[method-assign]

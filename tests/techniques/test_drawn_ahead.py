@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from saturate import notices  # noqa: E402
 from saturate.agent.context import Context  # noqa: E402
 from saturate.techniques import _drawn_ahead, _loaders, loader_workers  # noqa: E402
 
@@ -129,7 +130,7 @@ def test_what_a_sampler_draws_between_two_batches_is_drawn_when_it_would_be(samp
 
 
 def test_where_the_training_draws_from_the_same_generator_in_between_it_is_said(capfd):
-    loader_workers._say_once.cache_clear()
+    notices.tell_once.cache_clear()
 
     def script(loader, generator):
         return [(batch.tolist(), random.random()) for batch in loader]

@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from saturate import ranks  # noqa: E402 - after the import that decides whether to run at all
+from saturate import notices, ranks  # noqa: E402 - after the import that decides whether to run at all
 from saturate.agent.context import Context  # noqa: E402
 from saturate.records.facts import Evidence, LoaderFacts  # noqa: E402
 from saturate.techniques import _loaders, _passes_with_workers, loader_workers  # noqa: E402
@@ -134,7 +134,7 @@ def test_what_is_to_be_said_once_one_rank_says(rank, lines, monkeypatch, capfd):
     for name in ranks.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(ranks, "group", lambda: types.SimpleNamespace(get_rank=lambda: rank))
-    loader_workers._say_once.cache_clear()
+    notices.tell_once.cache_clear()
     for _ in range(2):
         loader_workers._say_once(_passes_with_workers._out_of_order("Sampler"))
     assert capfd.readouterr().err.count("Sampler draws random numbers") == lines

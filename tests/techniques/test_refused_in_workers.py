@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader  # noqa: E402 - after the check for torch
 
+from saturate import notices  # noqa: E402
 from saturate.agent.context import Context  # noqa: E402
 from saturate.techniques import _passes_with_workers, _refused_in_workers, loader_workers  # noqa: E402
 from saturate.techniques._given import MOST_HELD, Given  # noqa: E402
@@ -201,7 +202,7 @@ class Redrawn(torch.utils.data.Sampler):
 @pytest.mark.parametrize("where", ["fork", "second fork", "semaphore"])
 @pytest.mark.parametrize("batch_sampler", [None, Redrawn()])
 def test_where_no_process_can_be_started_the_training_has_none(where, batch_sampler, capfd, monkeypatch):
-    loader_workers._say_once.cache_clear()
+    notices.tell_once.cache_clear()
 
     def script(**changes):
         torch.manual_seed(3)
@@ -253,7 +254,7 @@ class Tensors(Rows):
 @pytest.mark.parametrize("error", [ConnectionResetError, EOFError, FileNotFoundError])
 def test_a_worker_that_is_killed_while_it_hands_over_a_batch_ends_no_training_that_had_none(error, capfd, monkeypatch):
     """The connection to it is cut off before the kernel tells that it has ended."""
-    loader_workers._say_once.cache_clear()
+    notices.tell_once.cache_clear()
     context = Context(torch)
     loader_workers.apply(context, loader_workers.Options(workers=2))
     try:
@@ -357,7 +358,7 @@ def test_a_loader_that_the_script_gave_workers_and_a_time_limit_keeps_both():
 
 @pytest.mark.parametrize("message", ["Too many open files. Communication with the workers is no longer possible.", "received 0 items of ancdata"])
 def test_batches_that_the_training_keeps_end_no_training_that_had_no_workers(message, capfd):
-    loader_workers._say_once.cache_clear()
+    notices.tell_once.cache_clear()
     plain, _, draws = epochs(Moving(6), technique=False)
     found, here, drawn = epochs(Moving(6, message=message))
     assert (found, drawn) == (plain, draws) and here[-1]
@@ -475,7 +476,7 @@ def test_batches_that_do_not_cross_are_made_in_the_training_process(collate, rea
     if pinned:      # the thread runs without a device, too: nothing in these batches can be pinned
         for name, value in {"is_available": True, "current_device_index": 0, "set_device_index": None}.items():
             monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
-    loader_workers._say_once.cache_clear()
+    notices.tell_once.cache_clear()
     context = Context(torch)
     loader_workers.apply(context, loader_workers.Options(workers=2))
     try:
@@ -577,7 +578,7 @@ class Curriculum(torch.utils.data.Dataset):
 def test_a_dataset_that_is_changed_within_a_pass_is_read_as_it_is_now(persistent, monkeypatch, capfd):
     """Workers have a copy as it was when the pass began: the curriculum stood still until the next one."""
     monkeypatch.setattr(_passes_with_workers, "LOOKED_S", 60.0, raising=False)      # however slow the machine is at the moment
-    loader_workers._say_once.cache_clear()
+    notices.tell_once.cache_clear()
 
     def read(workers):
         torch.manual_seed(0)
@@ -704,7 +705,7 @@ def trained_losses(start, found, technique, peek=False):
                                                       ("global", 0, True), ("named", 0, True)])
 def test_examples_that_are_chosen_by_the_model_are_chosen_by_the_one_that_trains(found, start, peek, capfd):
     """Workers would ask a copy, as it was when they began."""
-    loader_workers._say_once.cache_clear()
+    notices.tell_once.cache_clear()
     plain, _ = trained_losses(start, found, technique=False, peek=peek)
     assert trained_losses(start, found, technique=True, peek=peek) == (plain, 0)
     assert capfd.readouterr().err.count("Hardest or its collate_fn calls the model that is being trained") == 1

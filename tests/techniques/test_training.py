@@ -24,6 +24,7 @@ torch = pytest.importorskip("torch")
 
 from wrapped_optimizer import Wrapped  # noqa: E402 - after the import that decides whether to run at all
 
+from saturate import notices  # noqa: E402
 from saturate.agent.context import Context  # noqa: E402
 from saturate.records.facts import (  # noqa: E402
     Evidence,
@@ -536,7 +537,7 @@ class _Noisy(Dataset):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_numbers_from_a_generator_of_its_own_are_drawn_once(late, capfd):
-    loader_workers._say_once.cache_clear()
+    notices.tell_once.cache_clear()
     context, dataset = Context(torch), _Noisy(late)
     loader_workers.apply(context, loader_workers.Options(workers=2))
     arguments = {"batch_size": 4, "num_workers": 0, "persistent_workers": False, "prefetch_factor": None, "multiprocessing_context": "fork"}

@@ -43,7 +43,7 @@ DUEL = Limits(max_pairs=2, min_rounds=6, max_rounds=12)
 T = TypeVar("T")
 
 
-class NotDeployable(Exception):
+class NotStored(Exception):
     """The candidate cannot be stored; the message is the reason."""
 
 
@@ -268,7 +268,7 @@ def survive(found: Tried, lab: Lab, progress: Callable[[str], None]) -> Confirme
     """Store, load, guard, score. None where one of these fails; `found` then says why."""
     try:
         artifact = lab.deploy(found)
-    except NotDeployable as error:
+    except NotStored as error:
         _not_deployed(found, error.__cause__ or error, f"it cannot be stored: {error}", progress)
         return None
     try:

@@ -20,7 +20,7 @@ from saturate.errors import ArtifactDamaged, EnvironmentProblem, SaturateError
 from saturate.inference import artifact, batches, checking, confirm, guards, samples, session, variations
 from saturate.inference.accuracy import Budget, Judgement
 from saturate.inference.candidates import Candidate
-from saturate.inference.confirm import NotDeployable
+from saturate.inference.confirm import NotStored
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.journal import Journal, key_of, turn, turns_of
 from saturate.inference.jury import Jury
@@ -150,7 +150,7 @@ class Lab:
         return max(0.0, self.deadline_s - time.monotonic())
 
     def deploy(self, found: Tried) -> Path:
-        """Store a candidate from a fresh process of its own. Raises NotDeployable, and EnvironmentProblem where the machine
+        """Store a candidate from a fresh process of its own. Raises NotStored, and EnvironmentProblem where the machine
         does not allow it: that says nothing about the candidate."""
         before_s = AGAIN * ((found.prepare_s or 0.0) + (found.first_call_s or 0.0))
         with storing(found):
@@ -179,7 +179,7 @@ class Lab:
         try:
             folder = self._stored(worker, found, limit_s)
             return _serving_bytes(self._worker(folder, most_s=max(_LEAST_PREPARE_S, until_s - time.monotonic())))
-        except (NotDeployable, WorkerFailed):
+        except (NotStored, WorkerFailed):
             return None
         finally:
             if folder is not None:
@@ -361,19 +361,19 @@ def _serving_bytes(worker: Worker) -> int | None:
 
 @contextmanager
 def storing(found: Tried) -> Iterator[None]:
-    """What cannot be stored in here is NotDeployable; a machine that does not allow it is an EnvironmentProblem."""
+    """What cannot be stored in here is NotStored; a machine that does not allow it is an EnvironmentProblem."""
     label = found.candidate.label()
     try:
         with of_the_machine(f"{label} cannot be stored"):
             yield
     except WorkerFailed as error:
-        raise NotDeployable(error.reason) from error
+        raise NotStored(error.reason) from error
     except EnvironmentProblem as problem:
         if isinstance(problem, ArtifactDamaged):
-            raise NotDeployable(f"{problem.message}: {problem.cause}") from problem
+            raise NotStored(f"{problem.message}: {problem.cause}") from problem
         raise
     except SaturateError as error:
-        raise NotDeployable(f"{error.message}: {error.cause}") from error
+        raise NotStored(f"{error.message}: {error.cause}") from error
 
 
 @contextmanager

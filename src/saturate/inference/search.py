@@ -64,7 +64,7 @@ class Lab(Protocol):
         """A prepared process. Raises WorkerFailed."""
 
     def deploy(self, found: Tried) -> Path:
-        """Store the candidate as an artifact. Raises `confirm.NotDeployable`."""
+        """Store the candidate as an artifact. Raises `confirm.NotStored`."""
 
     def load(self, folder: Path) -> Any:
         """A fresh process that serves the artifact. Raises WorkerFailed."""

@@ -10,9 +10,6 @@ from saturate.records.facts import Facts
 #: On a device whose allocator holds this share, memory is short whatever the user says.
 NEARLY_FULL = 0.9
 
-#: What was said in this process. A training may go on with a copy of its model again and again, each refused for the same reason.
-_said: set[str] = set()
-
 
 def shortage(facts: Facts) -> str:
     """Why memory is short; "" when it is not."""
@@ -28,10 +25,7 @@ def refuse(context: Any, identity: str, reason: str) -> None:
     context.note(_key(identity), reason)
     distributed = context.torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank()):
-        line = f"saturate: {identity} did not take effect: {reason}\n"
-        if line not in _said:
-            _said.add(line)
-            notices.tell(line)
+        notices.tell_once(f"saturate: {identity} did not take effect: {reason}\n")
 
 
 def refusal(notes: dict[str, str], identity: str) -> str:

@@ -73,7 +73,6 @@ PyTorch recipes, "Performance Tuning Guide", section "Enable asynchronous data l
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import multiprocessing
 import os
@@ -280,10 +279,9 @@ def _said(reason: str) -> str:
     return reason
 
 
-@functools.cache
 def _say_once(line: str) -> None:
     if ranks.rank() == 0:
-        notices.tell(f"saturate: {TECHNIQUE.id}: {line}\n")
+        notices.tell_once(f"saturate: {TECHNIQUE.id}: {line}\n")
 
 
 def _left_alone(dataset: Any, arguments: dict[str, Any], options: Options, torch: Any) -> str:
