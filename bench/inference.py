@@ -13,7 +13,7 @@ would be within reach if all products of the model ran at the rate at which this
 nothing else took time. It is measured in the same run.
 
     python bench/inference.py [--smoke] [--json FILE] [--models resnet50,...] [--budget 20m]
-    python bench/inference.py --reach           only what is within reach, in minutes
+    python bench/inference.py --reach           only what is within reach, in ten minutes
 """
 
 from __future__ import annotations

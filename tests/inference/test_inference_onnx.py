@@ -221,22 +221,6 @@ def test_sums_of_logarithms_in_a_row_are_refused(model, tmp_path):
         onnx_runtime.apply(context, onnx_runtime.Options())
 
 
-@pytest.mark.parametrize(("shape", "refused"), [((2, 3, 12, 8), True), ((5, 3, 9, 11), False)])
-def test_pixels_that_a_runtime_would_choose_otherwise_at_other_sizes_are_refused(shape, refused, tmp_path):
-    """By 1.1 ONNX Runtime took others at 25 of 38 sizes, and the sizes of the inputs may be none of those."""
-    class Larger(nn.Module):
-        def forward(self, x):
-            return F.interpolate(x, scale_factor=1.1, mode="nearest-exact")
-
-    context = context_of(Larger(), [(torch.randn(2, 3, 9, 11),), (torch.randn(*shape),)], tmp_path, varying_shapes=refused)
-    if refused:
-        with pytest.raises(NotApplied, match="sizes vary.*other pixels"):
-            onnx_runtime.apply(context, onnx_runtime.Options())
-    else:
-        onnx_runtime.apply(context, onnx_runtime.Options())
-        torch.testing.assert_close(context.call(*context.inputs[0]), context.model(*context.inputs[0]))
-
-
 def test_the_program_answers_like_the_module(words):
     context, said = words
     for args in (context.inputs[0], context.inputs[1], (torch.randint(50, (3, 4)), torch.rand(3, 4), torch.rand(3, 3))):

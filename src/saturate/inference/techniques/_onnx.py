@@ -18,6 +18,7 @@ from saturate.errors import EnvironmentProblem
 from saturate.inference import structure
 from saturate.inference.formats import _program
 from saturate.inference.formats import onnx as files
+from saturate.inference.techniques import _onnx_interpolation
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, no_program
 from saturate.records.inference import ModelFacts
 
@@ -39,12 +40,14 @@ _ROOT = "model."
 @dataclass(frozen=True)
 class Exported:
     """An ONNX file in the scratch folder, the signature with which it is called (see `formats._program`), the classes of
-    its output, and of each value in the graph the modules that made it, as in `named_modules`."""
+    its output, of each value in the graph the modules that made it, as in `named_modules`, and whether it gathers the
+    nearest pixels of an interpolation (`_onnx_interpolation`)."""
 
     path: Path
     signature: dict[str, Any]
     classes: dict[str, type]
     owners: dict[str, frozenset[str]]
+    gathered: bool = False
 
     def sizes(self) -> str:
         """What it may be called with, for the user."""
@@ -111,7 +114,9 @@ def export(context: Context, model: Any = None) -> Exported:
         foreign = next((kind for kind in kinds if kind.startswith(FOREIGN)), None)
         if foreign is not None:
             raise NotApplied(f"the model {verb} {foreign}, which an ONNX runtime cannot be given, or give back, by numpy")
-    _refuse_wrong(program.exported)
+    nodes = _nodes(program.exported)
+    _refuse_wrong(torch, nodes)
+    gathered = any(map(_onnx_interpolation.by_open_sizes, nodes))
     from onnx_ir.passes import PassError
 
     path = context.folder / "model.onnx"
@@ -119,7 +124,7 @@ def export(context: Context, model: Any = None) -> Exported:
     try:
         with _program.kept_open(torch, program):
             made = torch.onnx.export(program.exported, (), dynamo=True, verbose=False, optimize=False, input_names=names,
-                                     custom_translation_table=_translations(torch))
+                                     custom_translation_table=_translations(torch) | (_onnx_interpolation.translations(torch) if gathered else {}))
         owners = _owners(made.model.graph)
         made.optimize()
         # An input that is an output as well gave its name to the output.
@@ -131,7 +136,7 @@ def export(context: Context, model: Any = None) -> Exported:
     except (torch.onnx.OnnxExporterError, PassError) as error:
         raise NotApplied(f"the ONNX exporter: {_cause(error)}") from error
     made.save(path, external_data=context.facts.parameter_bytes > files.LARGE_BYTES)
-    return Exported(path, program.signature, program.classes, owners)
+    return Exported(path, program.signature, program.classes, owners, gathered)
 
 
 def _translations(torch: Any) -> dict[Any, Any]:
@@ -152,24 +157,16 @@ def _translations(torch: Any) -> dict[Any, Any]:
     return {torch.ops.aten.log_sigmoid.default: log_sigmoid, torch.ops.aten.logaddexp.default: logaddexp}
 
 
-def _refuse_wrong(exported: Any) -> None:
-    """Raise NotApplied for operators whose translation is right for some inputs only, and which have no other here. The branches of a
-    `torch.cond` are graphs of their own."""
-    nodes = [node for module in exported.graph_module.modules() if hasattr(module, "graph") for node in module.graph.nodes]
+def _nodes(exported: Any) -> list[Any]:
+    """Of a program; the branches of a `torch.cond` are graphs of their own."""
+    return [node for module in exported.graph_module.modules() if hasattr(module, "graph") for node in module.graph.nodes]
+
+
+def _refuse_wrong(torch: Any, nodes: Sequence[Any]) -> None:
+    """Raise NotApplied for operators whose translation is right for some inputs only, and which have no other here."""
     if any(str(node.target) == "aten.logcumsumexp.default" for node in nodes):
         raise NotApplied("the ONNX exporter writes aten.logcumsumexp.default as the logarithm of sums that become 0 or infinite where the model's do not")
-    if any("_upsample_nearest_exact" in str(node.target) and _by_factor(node) and _open_inside(node) for node in nodes):
-        raise NotApplied("sizes vary, and the runtimes of ONNX take other pixels at some of them where the model interpolates by a factor (nearest-exact)")
-
-
-def _by_factor(node: Any) -> bool:
-    """Whether an interpolation is given factors, and no sizes."""
-    return any(isinstance(given, (list, tuple)) and all(isinstance(one, float) for one in given) for given in node.args)
-
-
-def _open_inside(node: Any) -> bool:
-    """Whether what a node answers has open sizes beyond those of the batch and its channels."""
-    return any(not isinstance(size, int) for size in node.meta["val"].shape[2:])
+    _onnx_interpolation.refuse_wrong(torch, nodes)
 
 
 def _owners(graph: Iterable[Any]) -> dict[str, frozenset[str]]:

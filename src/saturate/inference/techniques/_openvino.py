@@ -51,6 +51,9 @@ def serve(context: Context, exported: _onnx.Exported, path: Path, key: str, prec
 
     Raises NotApplied with OpenVINO's own reason.
     """
+    if exported.gathered:
+        raise NotApplied("sizes vary, and OpenVINO, which divides by way of the inverse, takes other pixels at some of them where the model interpolates "
+                         "to sizes that are no multiple (nearest)")
     varies = context.facts.varying_shapes or not exported.signature["ranges"]
     tensors = structure.flatten(context.torch, context.inputs[0], distinct=True)[1]
     sizes = None if varies else {f"{programs.files.INPUT}{place}": list(tensor.shape) for place, tensor in enumerate(tensors)}

@@ -1,0 +1,116 @@
+"""Interpolation in ONNX at sizes that vary: the model's own pixels, or a refusal by name."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch")
+for name in ("onnx", "onnxruntime", "onnxscript", "openvino"):
+    pytest.importorskip(name, reason="the extra saturate[inference]")
+
+import onnx  # noqa: E402 - after the checks for what is optional
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+from saturate.inference.techniques import onnx_runtime, openvino_bf16, openvino_int8_static, openvino_runtime  # noqa: E402
+from saturate.inference.techniques._api import Context, NotApplied  # noqa: E402
+from saturate.records.inference import ModelFacts  # noqa: E402
+
+INSTALLED = {"onnx": "1.23", "onnxruntime": "1.30", "onnxscript": "0.7", "openvino": "2026.1"}
+
+
+def context_of(model, inputs, folder, varying_shapes=True) -> Context:
+    facts = ModelFacts(torch=torch.__version__, dtypes=("float32",), installed=INSTALLED, cores=2, batch_size=inputs[0][0].shape[0],
+                       varying_shapes=varying_shapes)
+    return Context(torch, model.eval(), "cpu", inputs, inputs, facts, folder, 1)
+
+
+class Resized(nn.Module):
+    """To the sizes of its second input, as a decoder does with what an encoder has left on its way."""
+
+    def __init__(self, mode="nearest"):
+        super().__init__()
+        self.mode = mode
+
+    def forward(self, x, like):
+        return F.interpolate(x, size=like.shape[2:], mode=self.mode) + like[:, :1]
+
+
+def sizes_of_two(folder, mode="nearest") -> Context:
+    return context_of(Resized(mode), [(torch.randn(1, 2, 10, 12), torch.randn(1, 2, 20, 31)), (torch.randn(2, 2, 9, 17), torch.randn(2, 2, 25, 28))], folder)
+
+
+def test_the_nearest_pixels_are_those_of_the_model_at_every_size(tmp_path):
+    """Where the true place of a pixel is a whole number, rounding decides: at sizes of (28, 64) and (16, 94) a runtime that divides took others."""
+    context = sizes_of_two(tmp_path)
+    onnx_runtime.apply(context, onnx_runtime.Options())
+    for there, wanted in [(28, 64), (28, 114), (16, 94), (16, 164), (22, 94), (4, 194), (40, 13), (13, 25), (12, 24), (7, 7)]:
+        inputs = torch.randn(3, 2, there, there + 1), torch.randn(3, 2, wanted, wanted - 1)
+        assert torch.equal(context.call(*inputs), context.model(*inputs)), (there, wanted)
+
+
+def test_pixels_that_are_nearest_by_another_sum_are_refused(tmp_path):
+    with pytest.raises(NotApplied, match="sizes vary.*nearest-exact"):
+        onnx_runtime.apply(sizes_of_two(tmp_path, "nearest-exact"), onnx_runtime.Options())
+
+
+@pytest.mark.parametrize("technique", [openvino_bf16, openvino_int8_static, openvino_runtime])
+def test_a_runtime_whose_division_is_not_torchs_is_not_used_for_them(technique, tmp_path):
+    """OpenVINO divides 22 by 94 by way of 1/94."""
+    context = sizes_of_two(tmp_path)
+    with pytest.raises(NotApplied, match="sizes vary, and OpenVINO.*no multiple"):
+        technique.apply(context, technique.Options())
+
+
+@pytest.mark.parametrize(("mode", "factor", "refused"), [
+    ("nearest", 2.0, False), ("nearest", 3.0, False), ("nearest", 0.5, False), ("nearest", 1.5, False), ("bilinear", 2.0, False),
+    ("nearest", 1.7, False), ("bilinear", 0.6, False),
+    ("nearest", 0.6, True), ("nearest", 0.7, True), ("bilinear", 0.7, True), ("bilinear", 1.1, True)])
+def test_a_factor_by_which_a_runtime_comes_to_something_else_is_refused(mode, factor, refused, tmp_path):
+    """By 0.7 an image of 90 has 62 pixels in torch and 63 in ONNX; by 0.6 some have another pixel; and 9 by 1.1
+    are the same 9 in torch."""
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return F.interpolate(x, scale_factor=factor, mode=mode)
+
+    context = context_of(Scaled(), [(torch.randn(2, 3, 19, 31),), (torch.randn(2, 3, 22, 18),)], tmp_path)
+    if refused:
+        with pytest.raises(NotApplied, match=f"sizes vary.*interpolates by {factor:g}"):
+            onnx_runtime.apply(context, onnx_runtime.Options())
+        return
+    onnx_runtime.apply(context, onnx_runtime.Options())
+    for size in range(9, 100, 3):
+        x = torch.randn(1, 3, size, size + 3)
+        torch.testing.assert_close(context.call(x), context.model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("multiple", [True, False])
+def test_what_is_a_whole_multiple_is_resized_and_anything_else_gathered(multiple, tmp_path):
+    """Resizing is the faster one, and right where the one size divides the other whatever that is."""
+    class Larger(nn.Module):
+        def forward(self, x):
+            height, width = x.shape[2:]
+            return F.interpolate(x, size=(2 * height, 2 * width) if multiple else (2 * height - 1, 2 * width), mode="nearest")
+
+    context = context_of(Larger(), [(torch.randn(2, 3, 19, 31),), (torch.randn(2, 3, 22, 18),)], tmp_path)
+    onnx_runtime.apply(context, onnx_runtime.Options())
+    operators = {node.op_type for node in onnx.load(context.folder / "model.onnx").graph.node}
+    assert ("Resize" in operators, "Gather" in operators) == (multiple, not multiple)
+    x = torch.randn(1, 3, 26, 15)
+    torch.testing.assert_close(context.call(x), context.model(x))
+
+
+@pytest.mark.parametrize(("shape", "refused"), [((2, 3, 12, 8), True), ((5, 3, 9, 11), False)])
+def test_pixels_that_a_runtime_would_choose_otherwise_at_other_sizes_are_refused(shape, refused, tmp_path):
+    """By 1.1 ONNX Runtime took others at 25 of 38 sizes, and the sizes of the inputs may be none of those."""
+    class Larger(nn.Module):
+        def forward(self, x):
+            return F.interpolate(x, scale_factor=1.1, mode="nearest-exact")
+
+    context = context_of(Larger(), [(torch.randn(2, 3, 9, 11),), (torch.randn(*shape),)], tmp_path, varying_shapes=refused)
+    if refused:
+        with pytest.raises(NotApplied, match="sizes vary.*other pixels"):
+            onnx_runtime.apply(context, onnx_runtime.Options())
+    else:
+        onnx_runtime.apply(context, onnx_runtime.Options())
+        torch.testing.assert_close(context.call(*context.inputs[0]), context.model(*context.inputs[0]))
