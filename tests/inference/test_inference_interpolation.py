@@ -84,20 +84,42 @@ def test_a_factor_by_which_a_runtime_comes_to_something_else_is_refused(mode, fa
         torch.testing.assert_close(context.call(x), context.model(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("multiple", [True, False])
-def test_what_is_a_whole_multiple_is_resized_and_anything_else_gathered(multiple, tmp_path):
-    """Resizing is the faster one, and right where the one size divides the other whatever that is."""
+@pytest.mark.parametrize(("resized", "sizes"), [
+    (True, lambda height, width: (2 * height, 3 * width)), (True, lambda height, width: (2 * height - 1, 2 * width + 1)),
+    (False, lambda height, width: (height + 18, 2 * width))])
+def test_what_is_right_at_all_sizes_is_resized_and_anything_else_gathered(resized, sizes, tmp_path):
+    """Resizing is the faster one, and the only one that OpenVINO has. 42 to 60 is 7 to 10, where the places of some pixels are whole numbers."""
     class Larger(nn.Module):
         def forward(self, x):
-            height, width = x.shape[2:]
-            return F.interpolate(x, size=(2 * height, 2 * width) if multiple else (2 * height - 1, 2 * width), mode="nearest")
+            return F.interpolate(x, size=sizes(*x.shape[2:]), mode="nearest")
 
     context = context_of(Larger(), [(torch.randn(2, 3, 19, 31),), (torch.randn(2, 3, 22, 18),)], tmp_path)
     onnx_runtime.apply(context, onnx_runtime.Options())
     operators = {node.op_type for node in onnx.load(context.folder / "model.onnx").graph.node}
-    assert ("Resize" in operators, "Gather" in operators) == (multiple, not multiple)
-    x = torch.randn(1, 3, 26, 15)
-    torch.testing.assert_close(context.call(x), context.model(x))
+    assert ("Resize" in operators, "Gather" in operators) == (resized, not resized)
+    for size in (26, 42, 75):
+        x = torch.randn(1, 3, size, 15)
+        assert torch.equal(context.call(x), context.model(x))
+
+
+class Pyramid(nn.Module):
+    """Features at half and at a quarter of the size of an image, the latter brought to the former's, as FPN does it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 2, 1)
+
+    def forward(self, x):
+        half = self.first(x)
+        return half + F.interpolate(self.second(half), size=half.shape[2:], mode="nearest")
+
+
+def test_a_pyramid_of_features_keeps_openvino(tmp_path):
+    context = context_of(Pyramid(), [(torch.randn(2, 3, 19, 31),), (torch.randn(2, 3, 22, 18),)], tmp_path)
+    openvino_runtime.apply(context, openvino_runtime.Options())
+    for size in range(33, 70, 3):
+        x = torch.randn(2, 3, size, size + 8)
+        torch.testing.assert_close(context.call(x), context.model(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("shape", "refused"), [((2, 3, 12, 8), True), ((5, 3, 9, 11), False)])

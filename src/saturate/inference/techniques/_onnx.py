@@ -116,7 +116,7 @@ def export(context: Context, model: Any = None) -> Exported:
             raise NotApplied(f"the model {verb} {foreign}, which an ONNX runtime cannot be given, or give back, by numpy")
     nodes = _nodes(program.exported)
     _refuse_wrong(torch, nodes)
-    gathered = any(map(_onnx_interpolation.by_open_sizes, nodes))
+    gathered = any(_onnx_interpolation.by_open_sizes(torch, node) for node in nodes)
     from onnx_ir.passes import PassError
 
     path = context.folder / "model.onnx"

@@ -2,7 +2,7 @@
 
 ONNX holds a factor in 32 bits and finds the size of the result with it, where torch takes 64; and its runtimes divide by the factor, or by
 the ratio of two sizes, where torch multiplies by its inverse. Where the true place of a pixel is a whole number, rounding decides which
-is the nearest one, and each decides for itself: of 1,280 pairs of sizes 41 came out otherwise, from some sizes on every second one by a factor of 0.3.
+is the nearest one, and each decides for itself: of 1,280 pairs of sizes 41 came out otherwise, and by a factor of 0.3 every size from 31 on.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ def refuse_wrong(torch: Any, nodes: Iterable[Any]) -> None:
     """Raise NotApplied where a size is open, and a runtime finds other sizes or pixels than the model, which are not translated below."""
     for node in nodes:
         name, factors = str(node.target), _factors(node)
-        if "_upsample_nearest_exact" in name and (factors and _open_inside(node) or by_open_sizes(node)):
+        if "_upsample_nearest_exact" in name and (factors and _open_inside(node) or by_open_sizes(torch, node)):
             raise NotApplied("sizes vary, and the runtimes of ONNX take other pixels at some of them than the model (nearest-exact)")
         wrong = next((factor for factor in factors if not _as_in_torch(torch, factor, pixels="nearest" in name)), None)
         if wrong is not None and _open_inside(node):
             raise NotApplied(f"sizes vary, and the runtimes of ONNX come to another size, or other pixels, at some of them where the model interpolates by {wrong:g}")
 
 
-def by_open_sizes(node: Any) -> bool:
-    """Whether a node takes the nearest pixels by sizes of which one is open, and no whole multiple of what is there."""
+def by_open_sizes(torch: Any, node: Any) -> bool:
+    """Whether a node takes the nearest pixels by sizes of which one is open, and at some of them a runtime could come to others."""
     if "upsample_nearest" not in str(node.target) or _factors(node) or not _open_inside(node):
         return False
-    pairs = zip(node.args[0].meta["val"].shape[2:], node.meta["val"].shape[2:], strict=True)
-    return any(not (isinstance(there, int) and isinstance(wanted, int)) and not _is_multiple(wanted, there) for there, wanted in pairs)
+    there, wanted = node.args[0].meta["val"].shape[2:], node.meta["val"].shape[2:]
+    return not all(_right_at_all_sizes(torch, *pair) for pair in zip(there, wanted, strict=True))
 
 
 def translations(torch: Any) -> dict[Any, Any]:
@@ -91,11 +91,22 @@ def _as_in_torch(torch: Any, factor: float, pixels: bool) -> bool:
     return not pixels or torch.equal(chosen, (places.float() / narrow).floor())
 
 
-def _is_multiple(wanted: Any, there: Any) -> bool:
-    """Whether a size is that of another times a whole number, whatever the other turns out to be. One of them is open."""
-    ratio = _expression(wanted) / _expression(there)
-    return bool(ratio.is_Integer)
+def _right_at_all_sizes(torch: Any, there: Any, wanted: Any) -> bool:
+    """Whether dividing by the ratio finds the same nearest pixels as multiplying with its inverse does, whatever the size on which both
+    depend: where one is always a multiple of the other, or double less one, as in a pyramid of features. Not known for two sizes of their own."""
+    symbols = {symbol for size in (there, wanted) if not isinstance(size, int) for symbol in size.node.expr.free_symbols}
+    if len(symbols) != 1:
+        return not symbols          # none: compared on the user's own inputs
+    (symbol,) = symbols
+
+    def at(size: Any, value: int) -> int:
+        return size if isinstance(size, int) else int(size.node.expr.subs(symbol, value))
+
+    pairs = {(at(there, value), at(wanted, value)) for value in range(1, _LARGEST + 1)}
+    return all(_same_pixels(torch, *pair) for pair in pairs if min(pair) > 0 and max(pair) <= _LARGEST)
 
 
-def _expression(size: Any) -> Any:
-    return size if isinstance(size, int) else size.node.expr
+def _same_pixels(torch: Any, there: int, wanted: int) -> bool:
+    places = torch.arange(wanted, dtype=torch.float32)
+    sizes = torch.tensor([there, wanted], dtype=torch.float32)
+    return torch.equal((places * (sizes[0] / sizes[1])).floor(), (places / (sizes[1] / sizes[0])).floor())
