@@ -100,7 +100,8 @@ def _right_at_all_sizes(torch: Any, there: Any, wanted: Any) -> bool:
     (symbol,) = symbols
 
     def at(size: Any, value: int) -> int:
-        return size if isinstance(size, int) else int(size.node.expr.subs(symbol, value))
+        number = 0 * symbol + value         # one of sympy's own, which is put in without being looked at: 16 times as fast
+        return size if isinstance(size, int) else int(size.node.expr.xreplace({symbol: number}))
 
     pairs = {(at(there, value), at(wanted, value)) for value in range(1, _LARGEST + 1)}
     return all(_same_pixels(torch, *pair) for pair in pairs if min(pair) > 0 and max(pair) <= _LARGEST)
