@@ -8,7 +8,8 @@ For each workload, in one run:
     exhaustive    every subset of the (at most five) techniques that gave most alone, with the options that the scout found
                   best, raced against the baseline with the limits of the search; conflicting ones left out. The
                   fastest that verifies wins. Techniques that do not apply, fail, or are rejected are no candidates
-    tune          once more, from nothing, with a quarter of the time that the exhaustive search took as its budget: it is judged
+    tune          once more, from nothing, in a quarter of the time that the exhaustive search took (its budget is that, less
+                  some seconds of reserve): it is judged
     direct race   the winner against tune's set, in fresh pairs, because the fastest of many measurements is too good
 
 Both sides pay for their own baseline, noise and verification, and begin with cold caches. Regret is the time of a step with
