@@ -60,7 +60,9 @@ class GenerationCandidate(msgspec.Struct, frozen=True, kw_only=True):
     accuracy_drop: float | None = None
     accuracy_drop_ci: tuple[float, float] | None = None
     verdict: Verdict | None = None          # of the check; None: lossless, not needed
-    prepare_s: float | None = None
+    prepare_s: float | None = None          # until it was ready: start, quantize, compile, meet every batch of prompts
+    first_call_s: float | None = None       # the first batch, apart
+    compile_s: float | None = None          # of both, in compilers; None: nothing was compiled
     code: str = ""                          # the same by hand
 
 

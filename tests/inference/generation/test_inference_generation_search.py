@@ -566,6 +566,8 @@ def test_compiled_steps_give_the_same_text(monkeypatch):
     result = optimize(toys.Cached(), PROMPTS, max_new_tokens=16, time="10m")
     row = next(row for row in result.record.candidates if row.id == "compile")
     assert row.identical == 1 and row.speedup is not None, row
+    assert 0 < row.compile_s < row.prepare_s + row.first_call_s, row
+    assert result.record.baseline.compile_s is None and result.record.baseline.first_call_s > 0, result.record.baseline
 
 
 @pytest.mark.parametrize("wrong", ["soon", "0", "-5s", ""])

@@ -81,6 +81,27 @@ def test_the_first_sight_of_a_batch_has_the_time_of_a_preparation():
     assert limits == [("start", 500.0), ("generate", 500.0), ("generate", 61.0), ("generate", 61.0)]
 
 
+def test_preparing_the_first_batch_and_compiling_are_told_apart(monkeypatch):
+    compilers, clock_s = [0.0], [0.0]
+
+    class Compiled(host.Local):
+        def __init__(self, *given):
+            super().__init__(*given)
+            clock_s[0] += 0.25
+
+        def generate(self, batch, request):
+            if self.first_call_s is None:
+                clock_s[0] += 0.75
+                compilers[0] += 0.5
+            return super().generate(batch, request)
+
+    monkeypatch.setattr(host.compiling, "seconds", lambda: compilers[0])
+    monkeypatch.setattr(host.time, "monotonic", lambda: clock_s[0])
+    record = searched(monkeypatch, Compiled)
+    for way in (record.baseline, record.candidates[0]):
+        assert (way.prepare_s, way.first_call_s, way.compile_s) == (0.25, 0.75, 0.5), way
+
+
 def test_a_first_batch_without_room_does_not_switch_the_choice_of_lengths_off():
     """A draft as slow as its target, and wrong: ten tokens of it were drafted in every round of all later batches."""
     long = [number % 13 for number in range(40)]

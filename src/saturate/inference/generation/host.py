@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from saturate.errors import EnvironmentProblem, SaturateError, UsageError
-from saturate.inference import folders
+from saturate.inference import compiling, folders
 from saturate.inference.candidates import Candidate
 from saturate.inference.failures import WorkerFailed, first_words
 from saturate.inference.generation import weights
@@ -63,14 +63,18 @@ class Host(Protocol):
     """A way that is ready. What it is asked for raises WorkerFailed, and KeyboardInterrupt."""
 
     ready: Prepared
+    first_call_s: float | None          # of the first batch that was prepared
 
     def prepare(self, batch: Batch, request: Request) -> Run:
-        """As `generate`, untimed: a compiler may be at work, which sees shapes of the batch for the first time."""
+        """As `generate`, not to be compared: a compiler may be at work, which sees shapes of the batch for the first time."""
 
     def generate(self, batch: Batch, request: Request) -> Run: ...
 
     def last_logits(self, text: Sequence[int]) -> Any:
         """[vocabulary], on the CPU: of the model as this way has it, by one plain forward."""
+
+    def compile_s(self) -> float | None:
+        """That compilers took for it so far; None: nothing was compiled."""
 
     def close(self) -> None: ...
 
@@ -109,12 +113,17 @@ class Local:
     """In this process."""
 
     def __init__(self, torch: Any, given: Given, recipe: Recipe, batch: Batch, request: Request):
+        self._compiled_before_s, self.first_call_s = compiling.seconds(), None
         with _named():
             self._served = _candidate(torch, given, recipe, batch, request)
         self.loop, self.ready = self._served.loop, self._served.ready
 
     def prepare(self, batch: Batch, request: Request) -> Run:
-        return self.generate(batch, request)
+        began = time.monotonic()
+        run = self.generate(batch, request)
+        if self.first_call_s is None:
+            self.first_call_s = time.monotonic() - began
+        return run
 
     def generate(self, batch: Batch, request: Request) -> Run:
         with _named():
@@ -122,6 +131,9 @@ class Local:
 
     def last_logits(self, text: Sequence[int]) -> Any:
         return self._served.last_logits(text)
+
+    def compile_s(self) -> float | None:
+        return compiling.seconds() - self._compiled_before_s or None
 
     def close(self) -> None:
         """Nothing of it lives on by itself."""
@@ -135,6 +147,7 @@ class Remote:
         """what: a recipe, or the folder of an artifact. prepare_s, batch_s: how long what may compile, and a batch, may take from
         now on. took: told how long something that may compile took."""
         self._worker, self._prepare_s, self._batch_s, self._took = worker, prepare_s, batch_s, took
+        self.first_call_s: float | None = None
         where, said = (_STORED, str(what)) if isinstance(what, Path) else (_HERE, what)
         try:
             found = worker.ask(f"{where}:start", said, [list(row) for row in batch], request, limit_s=prepare_s())
@@ -149,7 +162,10 @@ class Remote:
     def prepare(self, batch: Batch, request: Request) -> Run:
         began = time.monotonic()
         run = self._generate(batch, request, max(self._prepare_s(), self._batch_s()))
-        self._took(time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self._took(seconds)
+        if self.first_call_s is None:
+            self.first_call_s = seconds
         return run
 
     def generate(self, batch: Batch, request: Request) -> Run:
@@ -160,6 +176,9 @@ class Remote:
 
     def last_logits(self, text: Sequence[int]) -> Any:
         return self._worker.ask(f"{_HERE}:last_logits", list(text), limit_s=self._batch_s())
+
+    def compile_s(self) -> float | None:
+        return self._worker.ask(f"{_HERE}:compile_s", limit_s=self._batch_s())
 
     def close(self) -> None:
         self._worker.close()
@@ -242,6 +261,10 @@ def generate(context: Any, batch: list[list[int]], request: Request) -> Run:
 
 def last_logits(context: Any, text: list[int]) -> Any:
     return context.model.served.last_logits(text)
+
+
+def compile_s(context: Any) -> float | None:
+    return compiling.seconds() or None
 
 
 def _candidate(torch: Any, given: Given, recipe: Recipe, batch: Batch, request: Request) -> Served:

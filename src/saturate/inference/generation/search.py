@@ -107,13 +107,13 @@ class Search:
         self._base = self.yard.start(PLAIN, self.selection[0], self.request)
         try:
             self.judge.texts[PLAIN, False] = self.judge.warmed(self._base, self.selection)
-            prepared = self._start_s = time.monotonic() - began
+            self._start_s = time.monotonic() - began
             runs = [self._base.generate(batch, self.request) for batch in self.selection]
             self.yard.slowest_s = max(run.total_ns for run in runs) / 1e9
             base = GenerationCandidate(
                 id="plain", numerics="exact", fate="dominated", reason="one token per forward, in eager PyTorch",
-                speedup=1.0, timing=measure.timing(runs), identical=1.0, prepare_s=prepared, length_ratio=1.0,
-                code="token = model(ids)[:, -1].argmax(-1)",
+                speedup=1.0, timing=measure.timing(runs), identical=1.0, length_ratio=1.0,
+                code="token = model(ids)[:, -1].argmax(-1)", **_before_steady(self._base, self._start_s),
             )
             self._best = plain = Ready("plain", PLAIN, base)
             try:
@@ -183,7 +183,7 @@ class Search:
         """Start, compare, race. None where it does not work, is wrong, or there is no time."""
         known = self.memory.tried(label)
         if known is not None:
-            record, seconds = known, known.prepare_s or 0.0
+            record, seconds = known, (known.prepare_s or 0.0) + (known.first_call_s or 0.0)
             self.yard.know(recipe, seconds)
             self.say(f"{label}: known from the search before")
         else:
@@ -243,7 +243,7 @@ class Search:
         try:
             with self.yard.running(recipe, self.selection[0], self.request) as host:
                 text = self.judge.warmed(host, self.selection)
-                record = _with(record, prepare_s=time.monotonic() - began)
+                record = _with(record, **_before_steady(host, time.monotonic() - began))
                 left = max(0.0, self.deadline - time.monotonic())
                 found, before, after = measure.race(
                     lambda batch: self._plain(batch, self.request),
@@ -376,6 +376,12 @@ def _of_plain(asked: Callable[[], T]) -> T:
         return asked()
     except WorkerFailed as error:
         raise _PlainEnded(error.reason) from error
+
+
+def _before_steady(host: Host, seconds: float) -> dict[str, float | None]:
+    """What the `seconds` until it had met every batch went into."""
+    first_call_s = host.first_call_s or 0.0
+    return {"prepare_s": seconds - first_call_s, "first_call_s": first_call_s, "compile_s": host.compile_s()}
 
 
 def _own_doing(error: WorkerFailed) -> bool:
