@@ -1,4 +1,4 @@
-"""Interpolation in ONNX at sizes that vary: the model's own pixels, or a refusal by name."""
+"""Interpolation and averages over windows in ONNX at sizes that vary: the model's own answer, or a refusal by name."""
 
 from __future__ import annotations
 
@@ -136,3 +136,33 @@ def test_pixels_that_a_runtime_would_choose_otherwise_at_other_sizes_are_refused
     else:
         onnx_runtime.apply(context, onnx_runtime.Options())
         torch.testing.assert_close(context.call(*context.inputs[0]), context.model(*context.inputs[0]))
+
+
+class Averaged(nn.Module):
+    def __init__(self, **how):
+        super().__init__()
+        self.pool = nn.AvgPool2d(3, 2, **how)
+
+    def forward(self, x):
+        return self.pool(x)
+
+
+def test_windows_that_reach_beyond_counted_padding_are_not_openvinos_where_sizes_vary(tmp_path):
+    """It answered 8 right and 10 wrongly: the last window there lies partly behind the padding."""
+    several = [(torch.randn(1, 2, 9, 9),), (torch.randn(1, 2, 11, 15),)]
+    with pytest.raises(NotApplied, match="sizes vary, and .*count_include_pad"):
+        openvino_runtime.apply(context_of(Averaged(padding=1, ceil_mode=True), several, tmp_path), openvino_runtime.Options())
+    ten = torch.randn(3, 2, 10, 10)
+    for number, how in enumerate(({"padding": 1, "ceil_mode": True, "count_include_pad": False}, {"ceil_mode": True}, {"padding": 1})):
+        (folder := tmp_path / str(number)).mkdir()
+        context = context_of(Averaged(**how), several, folder)
+        openvino_runtime.apply(context, openvino_runtime.Options())
+        torch.testing.assert_close(context.call(ten), context.model(ten))
+
+
+def test_openvino_still_divides_such_windows_by_another_count(tmp_path):
+    """Of one size, which its answers are compared at. When this fails, the refusal above has become needless."""
+    x = torch.randn(1, 2, 10, 10)
+    context = context_of(Averaged(padding=1, ceil_mode=True), [(x,)], tmp_path, varying_shapes=False)
+    openvino_runtime.apply(context, openvino_runtime.Options())
+    assert not torch.allclose(context.call(x), context.model(x), atol=1e-3)

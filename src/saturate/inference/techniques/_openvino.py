@@ -54,6 +54,9 @@ def serve(context: Context, exported: _onnx.Exported, path: Path, key: str, prec
     if exported.gathered:
         raise NotApplied("sizes vary, and OpenVINO, which divides by way of the inverse, takes other pixels at some of them where the model interpolates "
                          "to sizes that are no multiple (nearest)")
+    if pools_otherwise(exported.path):
+        raise NotApplied("sizes vary, and where the last window of an average reaches beyond the padding (ceil_mode, count_include_pad), OpenVINO divides "
+                         "by another count than torch")
     varies = context.facts.varying_shapes or not exported.signature["ranges"]
     tensors = structure.flatten(context.torch, context.inputs[0], distinct=True)[1]
     sizes = None if varies else {f"{programs.files.INPUT}{place}": list(tensor.shape) for place, tensor in enumerate(tensors)}
@@ -71,6 +74,22 @@ def serve(context: Context, exported: _onnx.Exported, path: Path, key: str, prec
         if kind not in ("Const", "Input", "Output"):
             nodes[f"{kind} {_text(about, 'primitiveType').rpartition('_')[2]}"] += 1
     context.notes[key] = json.dumps(nodes)
+
+
+def pools_otherwise(path: Path) -> bool:
+    """Whether a graph has averages that OpenVINO 2026.4 takes otherwise at some of the sizes that are open. Where they are not, its answers
+    show it."""
+    import onnx
+
+    graph = onnx.load(path, load_external_data=False).graph
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in (*graph.value_info, *graph.input)}
+    for node in graph.node:
+        given = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+        if node.op_type == "AveragePool" and given.get("ceil_mode") and given.get("count_include_pad") and any(given.get("pads", ())):
+            known = shapes.get(node.input[0], ())
+            if not known or any(not size.HasField("dim_value") for size in known[2:]):
+                return True
+    return False
 
 
 def said(error: Exception) -> str:
