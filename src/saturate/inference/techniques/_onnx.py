@@ -18,7 +18,7 @@ from saturate.errors import EnvironmentProblem
 from saturate.inference import structure
 from saturate.inference.formats import _program
 from saturate.inference.formats import onnx as files
-from saturate.inference.techniques import _onnx_interpolation
+from saturate.inference.techniques import _onnx_interpolation, _onnx_translations
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, no_program
 from saturate.records.inference import ModelFacts
 
@@ -124,7 +124,7 @@ def export(context: Context, model: Any = None) -> Exported:
     try:
         with _program.kept_open(torch, program):
             made = torch.onnx.export(program.exported, (), dynamo=True, verbose=False, optimize=False, input_names=names,
-                                     custom_translation_table=_translations(torch) | (_onnx_interpolation.translations(torch) if gathered else {}))
+                                     custom_translation_table=_onnx_translations.translations(torch) | (_onnx_interpolation.translations(torch) if gathered else {}))
         owners = _owners(made.model.graph)
         made.optimize()
         # An input that is an output as well gave its name to the output.
@@ -137,24 +137,6 @@ def export(context: Context, model: Any = None) -> Exported:
         raise NotApplied(f"the ONNX exporter: {_cause(error)}") from error
     made.save(path, external_data=context.facts.parameter_bytes > files.LARGE_BYTES)
     return Exported(path, program.signature, program.classes, owners, gathered)
-
-
-def _translations(torch: Any) -> dict[Any, Any]:
-    """Of operators for which the exporter's own translation answers otherwise. The logarithm of a sigmoid that has become 0 is infinite,
-    where the model answers with about the number itself; a sigmoid of what is not negative never does. So is the logarithm of a sum of
-    two powers of e that have become 0, or infinite."""
-    from onnxscript import opset18
-
-    def log_sigmoid(x: Any) -> Any:
-        return opset18.Sub(opset18.Log(opset18.Sigmoid(opset18.Abs(x))), opset18.Relu(opset18.Neg(x)))
-
-    def logaddexp(x: Any, y: Any) -> Any:
-        smaller, larger = opset18.Min(x, y), opset18.Max(x, y)
-        nothing = opset18.CastLike(0.0, x)
-        apart = opset18.Where(opset18.Equal(x, y), nothing, opset18.Sub(smaller, larger))      # infinity less itself is no number
-        return opset18.Add(larger, opset18.Log(opset18.Add(opset18.Exp(apart), opset18.CastLike(1.0, x))))
-
-    return {torch.ops.aten.log_sigmoid.default: log_sigmoid, torch.ops.aten.logaddexp.default: logaddexp}
 
 
 def _nodes(exported: Any) -> list[Any]:
