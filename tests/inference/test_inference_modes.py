@@ -96,3 +96,47 @@ def test_what_did_not_change_is_not_written_to() -> None:
     kept.restore()
     waiting.backward()
     assert saved._version == version and torch.equal(changed, torch.zeros(3))
+
+
+class Counted(torch.nn.Linear):
+    """Does something of its own, which nobody knows, when it is told a mode."""
+
+    turns = 0
+
+    def train(self, mode: bool = True) -> Counted:
+        Counted.turns += 1
+        return super().train(mode)
+
+
+def test_of_a_model_that_serves_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights of each model of transformers were copied at every call."""
+    kept: list[int] = []
+    monkeypatch.setattr(modes, "Kept", lambda torch, tensors: type("None", (), {"restore": lambda self: kept.append(len(tensors))})())
+    made = torch.nn.Sequential(Counted(4, 4), torch.nn.ReLU()).eval()
+    Counted.turns = 0
+    with modes.evaluating(torch, made):
+        assert Counted.turns == 0
+    assert kept == [0] and not made.training
+    with modes.evaluating(torch, made.train()):
+        assert not made[0].training
+    assert kept == [0, 2] and made[0].training
+
+
+def test_models_of_transformers_do_nothing_of_their_own_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", reason="its models")
+    config = transformers.LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    made = transformers.LlamaForCausalLM(config)
+    assert not any(modes._acts(torch, part) for part in made.modules())
+    monkeypatch.setattr(type(made), "use_kernels", True)
+    assert modes._acts(torch, made)
+
+
+def test_weights_of_a_class_of_its_own_are_left_alone() -> None:
+    """They have no bits that could be looked at: a quantized model ended in torchao's error, and the answer was lost."""
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao")
+    made = model().train()
+    quantization.quantize_(made[3], quantization.Int8WeightOnlyConfig())
+    x = torch.randn(2, 32)
+    with modes.evaluating(torch, made):
+        wanted = made(x)
+    assert made.training and torch.equal(made.eval()(x), wanted)

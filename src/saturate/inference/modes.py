@@ -12,15 +12,17 @@ def evaluating(torch: Any, *models: Any) -> Iterator[None]:
     """Modules in evaluation mode, and afterwards as they were.
 
     Some parts do something when their mode changes: an adapter adds its weights to those of its layer. Their own `train` takes
-    that back, and what it leaves of rounding is restored: training goes on with the very bits.
+    that back, and what it leaves of rounding is restored: training goes on with the very bits. A model without a part in training mode is
+    not touched, nor are its weights kept, which would be a copy of all of them.
     """
-    parts = [part for model in models if hasattr(model, "modules") for part in model.modules()]
+    turned = [model for model in models if not hasattr(model, "modules") or any(part.training for part in model.modules())]
+    parts = [part for model in turned if hasattr(model, "modules") for part in model.modules()]
     before = [(part, part.training) for part in parts]
     acting = any(_acts(torch, part) for part in parts)
     kept = Kept(torch, [tensor for part in parts for tensor in (*part._parameters.values(), *part._buffers.values())] if acting else [])
     named = [(held, dict(held)) for part in parts for held in (part._parameters, part._buffers)] if acting else []
     try:
-        for model in models:
+        for model in turned:
             if hasattr(model, "eval"):
                 model.eval()
         yield
@@ -50,13 +52,15 @@ def evaluate(model: Any, on_purpose: set[str]) -> None:
 
 
 class Kept:
-    """What tensors hold, to be restored bit by bit. What did not change is not written to: that could not be done (memory that is
-    read-only or shared by its elements), or would break a backward pass that waits."""
+    """What tensors hold, to be restored bit by bit; not those of a class of its own (quantized ones), of which nobody knows the bits.
+    What did not change is not written to: that could not be done (memory that is read-only or shared by its elements), or would break
+    a backward pass that waits."""
 
     def __init__(self, torch: Any, tensors: list[Any]):
         self._torch = torch
         distinct = {id(tensor): tensor for tensor in tensors
-                    if tensor is not None and not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference()}
+                    if tensor is not None and not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference() and not tensor.is_meta
+                    and type(tensor.data) is torch.Tensor}
         # On the host: a GPU that holds a model may have no room for it twice.
         self._held = [(tensor, tensor.data, tensor.data.to("cpu", copy=True), tensor.requires_grad) for tensor in distinct.values()]
 
@@ -81,8 +85,9 @@ def same_bits(torch: Any, one: Any, other: Any) -> bool:
 
 
 def _acts(torch: Any, part: Any) -> bool:
-    """Whether a module does something of its own when its mode changes."""
-    return any(str(getattr(method, "__module__", "")).partition(".")[0] != torch.__name__ for method in (part.train, part.eval))
+    """Whether a module does something of its own when its mode changes. A model of transformers does where it has kernels to exchange."""
+    idle = (f"{torch.__name__}.",) if getattr(part, "use_kernels", False) else (f"{torch.__name__}.", "transformers.modeling_utils.")
+    return not all(f"{getattr(method, '__module__', '')}.".startswith(idle) for method in (part.train, part.eval))
 
 
 def _same_memory(tensor: Any, data: Any) -> bool:

@@ -81,7 +81,7 @@ class LastAlone(nn.Module):
         logits = self.inner(idx, None)
         if targets is None:
             return logits[:, [-1]], None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
 class Bigram(nn.Module):

@@ -216,6 +216,24 @@ def test_a_process_of_its_own_has_the_faster_mode():
 # -- what a search says, and what the user is told ----------------------------------------------------------------------
 
 
+def test_a_prompt_without_tokens_is_named():
+    with pytest.raises(UsageError, match="prompt 2 of 2 is empty"):
+        generate(toys.Cached(), [[1, 2], []], max_new_tokens=2)
+
+
+def test_a_model_without_a_cache_is_not_told_of_the_way_without_one():
+    """Two rows were fed as a view of more, which a forward that flattens by view does not take; nanoGPT's does."""
+    class OneRow(toys.Whole):
+        def forward(self, ids):
+            if len(ids) > 1:
+                raise RuntimeError("one at a time")
+            return super().forward(ids)
+
+    with pytest.raises(UsageError, match="cannot be called with several rows of tokens") as refused:
+        generate(OneRow(toys.Cached()), [[1, 2, 3]], max_new_tokens=2)
+    assert "recompute" not in refused.value.remedy
+
+
 def test_what_was_found_refuses_a_prompt_in_the_users_words_from_the_first_call_on():
     result = optimize(toys.Cached(), PROMPTS, max_new_tokens=4, time="1s", ways=(), isolate=False)
     result.recipe = Recipe("prompt-lookup")

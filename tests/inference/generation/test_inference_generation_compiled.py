@@ -44,6 +44,29 @@ def test_more_shapes_than_dynamo_s_own_limit_are_compiled(takes_limit, monkeypat
     assert torch._dynamo.config.recompile_limit == limit, "as it was for everything else"
 
 
+def test_shapes_beyond_what_is_compiled_are_run_as_they_are(monkeypatch, recwarn):
+    """A loop that lived long enough ended in torch's error about its limit."""
+    compiled, seen = torch.compile, []
+
+    def compile_it(function, mode, **options):
+        def noted(*arguments):
+            seen.append(tuple(arguments[0].shape))
+            return function(*arguments)
+        return noted
+
+    compile_it.__signature__ = inspect.signature(compiled)
+    monkeypatch.setattr(torch, "compile", compile_it)
+    monkeypatch.setattr(models, "_MOST_SHAPES", 3)
+    decoder = models.decoder(torch, toys.Cached(), compile_mode="default")
+    ids = torch.arange(64).remainder(toys.VOCABULARY).repeat(2, 1)
+    decoder.start(2, 64)
+    decoder.feed(ids, [0, 0], 30)
+    for count in (1, 2, 3, 4, 5, 2, 4):
+        assert decoder.feed(ids, [30, 30], count).shape[:2] == (2, count)
+    assert seen == [(2, 1), (2, 2), (2, 3), (2, 2)]
+    assert [str(one.message) for one in recwarn if "shapes" in str(one.message)] == ["Cached met more than 3 shapes: steps of others are not compiled"]
+
+
 class Noting:
     """A decoder that remembers how many tokens it was fed."""
 

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="the models under test
 import generation_models as toys  # noqa: E402
 
 from saturate.errors import UsageError  # noqa: E402
-from saturate.inference.generation import generate  # noqa: E402
+from saturate.inference.generation import Sampling, generate, models  # noqa: E402
 from saturate.inference.generation.build import eos_of, not_done  # noqa: E402
 from saturate.inference.generation.models import context_of, decoder, window_of  # noqa: E402
 
@@ -156,6 +156,41 @@ def test_stateful_models_are_refused():
     ).eval()
     with pytest.raises(UsageError, match="MambaForCausalLM keeps a state that cannot be rolled back"):
         generate(model, PROMPTS, max_new_tokens=NEW)
+
+
+def test_layers_of_attention_alone_keep_no_state():
+    """Granite 4 and its like: the class says that its models are stateful, the layers of this one say that they are not."""
+    def model(*layers):
+        made = types.SimpleNamespace(_is_stateful=True, config=types.SimpleNamespace(layer_types=list(layers)))
+        return models._refuse_stateful(made)
+
+    model("full_attention", "attention", "mlp", "moe")
+    for kind in ("linear_attention", "mamba", "conv"):
+        with pytest.raises(UsageError, match=f"cannot be rolled back: {kind}$"):
+            model("full_attention", kind, "moe")
+
+
+def test_a_state_that_begins_anew_with_each_call_is_none_where_the_whole_text_is_fed():
+    torch.manual_seed(0)
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4)).eval()
+    assert generate(model, PROMPTS[1], max_new_tokens=NEW, adapter="recompute").tokens == [own(model, PROMPTS[1])]
+
+
+def test_how_the_model_would_sample_is_said_where_nothing_is(recwarn):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
+    model.generation_config.do_sample, model.generation_config.temperature, model.generation_config.top_k = True, 0.6, 5
+    generate(model, PROMPTS[:1], max_new_tokens=2)
+    assert "decodes greedily: sampling=Sampling(temperature=0.6, top_k=5) is what it asks for" in str(recwarn.pop(UserWarning).message)
+    generate(model, PROMPTS[:1], max_new_tokens=2, sampling=Sampling(temperature=0.0))
+    assert not [one for one in recwarn if "samples" in str(one.message)]
+
+
+def test_a_model_without_weights_is_refused():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
+    with pytest.raises(UsageError, match="meta device, without weights"):
+        generate(model, PROMPTS[:1], max_new_tokens=2)
 
 
 def test_chunked_attention_is_refused_with_a_cache_and_taken_without():

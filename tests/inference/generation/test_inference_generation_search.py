@@ -295,6 +295,38 @@ def test_a_winner_that_does_not_hold_on_other_prompts_is_not_kept(monkeypatch):
     assert fates(result)["speculative, draft model"] == "slower"
 
 
+def test_a_winner_of_which_other_prompts_do_not_tell_is_not_said_to_be_slower_there(monkeypatch):
+    real = judging.Judge.judged
+
+    def unclear(self, *arguments, confirming):
+        record = real(self, *arguments, confirming=confirming)
+        return module._with(record, fate="inconclusive", speedup=1.25, speedup_ci=(0.5, 3.0)) if confirming else record
+
+    monkeypatch.setattr(judging.Judge, "judged", unclear)
+    result = optimize(Slow(), PROMPTS, max_new_tokens=NEW, draft=Slow(step_ns=50_000), time="30s", ways=("draft",))
+    assert result.record.notes == ["speculative, draft model was faster on the prompts that chose it, and of others it is not known"]
+    row = next(row for row in result.record.candidates if row.id == "speculative, draft model")
+    assert (row.fate, row.speedup, row.speedup_ci) == ("inconclusive", 1.25, (0.5, 3.0)), "what the reason speaks of"
+
+
+def test_one_kind_of_ways_may_be_given_by_its_name():
+    result = optimize(Slow(), PROMPTS, max_new_tokens=4, time="30s", ways="lookup")
+    assert [row.id for row in result.record.candidates] == ["speculative, prompt lookup"]
+
+
+def test_the_same_call_samples_the_same_unless_it_has_another_seed():
+    result = optimize(Slow(), PROMPTS, max_new_tokens=12, time="30s", ways="lookup", sampling=Sampling(seed=3), isolate=False)
+    one, two, three = (result.generate(PROMPTS, **more).tokens for more in ({}, {}, {"seed": 4}))
+    assert one == two != three and three == result.generate(PROMPTS, seed=4).tokens
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, 0.7])
+def test_what_is_no_sampling_is_refused_before_anything_runs(sampling):
+    with pytest.raises(UsageError, match=f"sampling is {type(sampling).__name__}") as refused:
+        optimize(Slow(), PROMPTS, max_new_tokens=4, sampling=sampling)
+    assert "Sampling(temperature=" in refused.value.remedy
+
+
 def ways(*speedups, deadline=float("inf")):
     """A search whose ways were all faster on the prompts that choose."""
     search = module.Search.__new__(module.Search)

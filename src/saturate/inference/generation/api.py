@@ -17,7 +17,7 @@ from saturate.inference.accuracy import Budget, refuse_other
 from saturate.inference.api import memory_limit, running_model, seconds_of
 from saturate.inference.generation import artifact, conclusion, remembered
 from saturate.inference.generation import prompts as shapes
-from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, not_done, padding_in
+from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, not_done, padding_in, undone_sampling
 from saturate.inference.generation.decode import Loop, Request, Run
 from saturate.inference.generation.host import Served, Yard
 from saturate.inference.generation.models import Adapter
@@ -89,7 +89,7 @@ def generate(
     """
     torch = _torch()
     model, draft = unwrapped(torch, model), unwrapped(torch, draft)
-    _warn_of(model)
+    _warn_of(model, sampling)
     rows = shapes.as_lists(prompts, model)
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
     _warn_of_padding(model, rows, request)
@@ -118,15 +118,11 @@ class GenerationResult:
         """The winner's name; "plain" where nothing helps."""
         return self.record.best.id
 
-    def generate(self, prompts: Any, max_new_tokens: int | None = None) -> Generation:
+    def generate(self, prompts: Any, max_new_tokens: int | None = None, seed: int | None = None) -> Generation:
         """New tokens for other prompts, in this process, in batches of the size that was optimized for. The first
-        call prepares the loop."""
+        call prepares the loop. seed: of sampling; None: that of the search, so that the same call samples the same."""
         rows = shapes.as_lists(prompts, self._given.model)
-        request = (
-            self._request
-            if max_new_tokens is None
-            else Request(max_new_tokens, self._request.sampling, self._request.eos)
-        )
+        request = self._request.like(max_new_tokens, seed)
         batches = shapes.batches(rows, self._batch_size)
         with evaluating(_torch(), *_models(self._given.model, self._given.draft)):
             loop = self._local(batches[0], request)
@@ -229,6 +225,7 @@ def optimize(
         raise UsageError(
             "a check needs a budget, and a budget a check", remedy="pass both, or neither for lossless ways alone"
         )
+    ways = (ways,) if isinstance(ways, str) else ways
     unknown = sorted(set(ways) - set(KINDS))
     if unknown:
         raise UsageError(
@@ -236,7 +233,7 @@ def optimize(
         )
     torch = _torch()
     model, draft = unwrapped(torch, model), unwrapped(torch, draft)
-    _warn_of(model)
+    _warn_of(model, sampling)
     rows = shapes.as_lists(prompts, model)
     selection, confirmation = shapes.halves(rows, batch_size)
     request = Request(max_new_tokens, sampling or GREEDY, eos_of(model, eos))
@@ -285,8 +282,10 @@ def _folder(workdir: str | os.PathLike[str] | None, isolate: bool) -> Iterator[P
         yield None
 
 
-def _warn_of(model: Any) -> None:
-    undone = not_done(model)
+def _warn_of(model: Any, sampling: Sampling | None) -> None:
+    undone, sampled = not_done(model), undone_sampling(model)
+    if sampled and sampling is None:
+        warnings.warn(f"the model's generation_config samples, and this decodes greedily: sampling={sampled} is what it asks for", stacklevel=3)
     if undone:
         warnings.warn(f"the model's generation_config asks for {', '.join(undone)}, which is not done here: the model's own generate "
                       "may say something else", stacklevel=3)

@@ -113,7 +113,8 @@ def architecture(module: Any) -> dict[str, Any]:
 
 
 class Program:
-    """What loading gives: called with prompts, it returns the new tokens of each, long tensors [tokens]."""
+    """What loading gives: called with prompts, it returns the new tokens of each, long tensors [tokens]. seed: of sampling; None: the same at
+    each call."""
 
     def __init__(self, torch: Any, given: Given, recipe: Recipe, request: Request, batch_size: int):
         self._torch, self._given, self._recipe = torch, given, recipe
@@ -126,11 +127,8 @@ class Program:
             self._served = Served.found(self._torch, self._given, self._recipe, batch, request)
         return self._served
 
-    def __call__(self, prompts: Any, max_new_tokens: int | None = None) -> list[Any]:
-        known = self.request
-        if max_new_tokens is None:
-            max_new_tokens = known.max_new_tokens
-        request = Request(max_new_tokens, known.sampling, known.eos)
+    def __call__(self, prompts: Any, max_new_tokens: int | None = None, seed: int | None = None) -> list[Any]:
+        request = self.request.like(max_new_tokens, seed)
         batches = shapes.batches(shapes.as_lists(prompts, self._given.model), self.batch_size)
         loop = self.served(batches[0], request).loop
         return [self._torch.tensor(row, device="cpu") for run in loop.generate_all(batches, request) for row in run.tokens]

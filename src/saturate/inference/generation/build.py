@@ -186,6 +186,16 @@ def not_done(model: Any) -> list[str]:
             if name not in _NO_MATTER and not _neutral(name, value)]
 
 
+def undone_sampling(model: Any) -> str:
+    """How the model's own `generate` would sample, as the argument that does it here; "" where it decodes greedily."""
+    owner = getattr(model, "generation_config", None)
+    if not getattr(owner, "do_sample", False):
+        return ""
+    known = {"temperature": getattr(owner, "temperature", None), "top_k": getattr(owner, "top_k", None), "top_p": getattr(owner, "top_p", None)}
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    return f"Sampling({', '.join(f'{name}={value:g}' for name, value in known.items() if value is not None and value != neutral[name])})"
+
+
 def _neutral(name: str, value: Any) -> bool:
     """Whether a setting with this value does nothing. A number is no flag: True is a request, as is a token of number 0."""
     if value is None or value is False or value in ([], {}):

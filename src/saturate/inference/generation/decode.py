@@ -31,7 +31,10 @@ class Request:
     eos: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        """Raises UsageError for what is no number of tokens, and for ends that are no tokens."""
+        """Raises UsageError for what is no number of tokens, no sampling, and for ends that are no tokens."""
+        if not isinstance(self.sampling, Sampling):
+            raise UsageError(f"sampling is {type(self.sampling).__name__}", remedy="saturate.generation.Sampling(temperature=..., top_k=..., top_p=...), "
+                             "or None for greedy")
         if not choice.whole(self.max_new_tokens) or self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens {self.max_new_tokens!r}", remedy="a whole number, at least 1")
         if not all(map(choice.whole, self.eos)):
@@ -39,6 +42,11 @@ class Request:
         # numpy's numbers cannot be stored in an artifact
         object.__setattr__(self, "max_new_tokens", int(self.max_new_tokens))
         object.__setattr__(self, "eos", frozenset(map(int, self.eos)))
+
+    def like(self, max_new_tokens: int | None, seed: int | None) -> Request:
+        """The same with another number of tokens, or another seed."""
+        sampling = self.sampling if seed is None else replace(self.sampling, seed=seed)
+        return replace(self, max_new_tokens=self.max_new_tokens if max_new_tokens is None else max_new_tokens, sampling=sampling)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -91,6 +92,8 @@ class CachedDecoder:
         self._torch, self._call = torch, call
         self._cache: StaticCache | None = None
         self._compiled = None if compile_mode is None else _compiled(torch, call, compile_mode)
+        self._met: set[tuple[Any, ...]] = set()         # shapes that were compiled
+        self._told = False
 
     def start(self, rows: int, capacity: int) -> None:
         window = self.window if self.window is not None and capacity > self.window else None
@@ -102,13 +105,25 @@ class CachedDecoder:
         assert self._cache is not None
         self._cache.begin(starts, count, ids.device)
         tokens = window(self._torch, ids, starts, count)
-        if self._compiled is None or count > STEP_TOKENS or not self._cache.allocated:
+        if self._compiled is None or count > STEP_TOKENS or not self._cache.allocated or not self._compiles(tokens.shape):
             return logits_of(self._call(tokens, self._cache, keep))
         if ids.is_cuda:
             self._torch.compiler.cudagraph_mark_step_begin()
         return logits_of(
             self._compiled(tokens.contiguous(), self._cache, None)
         ).clone()  # a CUDA graph's output is overwritten
+
+
+    def _compiles(self, shape: Any) -> bool:
+        """Whether there is a compiled step for this shape, or may be one more."""
+        assert self._cache is not None
+        key = (*shape, self._cache.capacity, self._cache.near is not None)
+        if key not in self._met and len(self._met) < _MOST_SHAPES:
+            self._met.add(key)
+        elif key not in self._met and not self._told:
+            self._told = True
+            warnings.warn(f"{self.name} met more than {_MOST_SHAPES} shapes: steps of others are not compiled", stacklevel=2)
+        return key in self._met
 
 
 class RecomputeDecoder:
@@ -124,7 +139,7 @@ class RecomputeDecoder:
         """Nothing is kept: the tokens are the state."""
 
     def feed(self, ids: Any, starts: list[int], count: int, keep: int | None = None) -> Any:
-        ids = ids[:, :max(starts) + count]
+        ids = ids[:, :max(starts) + count].contiguous()         # models flatten it by view
         if count == 1 and min(starts) == max(starts):
             return logits_of(self._call(ids))[:, -1:]
         logits = whole(self._call, ids)
@@ -161,9 +176,12 @@ def decoder(torch: Any, model: Any, adapter: Adapter = None, compile_mode: str |
     model = unwrapped(torch, model)
     if not callable(model):
         raise UsageError(f"{type(model).__name__} is not a model", remedy="pass a torch.nn.Module in evaluation mode")
+    if str(device_of(model)) == "meta":
+        raise UsageError(f"{type(model).__name__} is on the meta device, without weights", remedy="load its weights, and move it to a device")
     kind = adapter if isinstance(adapter, str) else "function" if adapter is not None else _kind(model)
     context, window = context_of(model), window_of(model)
-    _refuse_stateful(model)
+    if adapter != "recompute":          # that the whole text again needs no state is proved where it was asked for
+        _refuse_stateful(model)
     if kind != "recompute":
         _refuse_other_masks(model)
     if kind == "huggingface":
@@ -286,9 +304,10 @@ def _kind(model: Any) -> str:
 
 def _refuse_stateful(model: Any) -> None:
     """Raise UsageError for a model that says, in Hugging Face's words, that it keeps more than keys and values at
-    positions."""
+    positions: a class of models does, of which this one may have layers of attention only."""
     kinds = [kind for kind in _other_layers(model) if not _keeps_positions(kind)]
-    if getattr(model, "_is_stateful", False) or kinds:
+    says_layers = bool(getattr(text_config(model), "layer_types", None))
+    if kinds or (getattr(model, "_is_stateful", False) and not says_layers):
         raise UsageError(
             f"{type(model).__name__} keeps a state that cannot be rolled back{': ' * bool(kinds)}{', '.join(kinds)}",
             cause="rejected drafts would stay in its recurrent state",
@@ -297,8 +316,9 @@ def _refuse_stateful(model: Any) -> None:
 
 
 def _other_layers(model: Any) -> list[str]:
-    """The kinds of layers that it says it has, beside those that see all tokens or a sliding window of them."""
-    return sorted(set(getattr(text_config(model), "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    """The kinds of layers that it says it has, beside those that see all tokens, a sliding window of them, or each token alone."""
+    usual = {"attention", "full_attention", "sliding_attention", "mlp", "moe", "dense", "sparse"}
+    return sorted(set(getattr(text_config(model), "layer_types", None) or ()) - usual)
 
 
 def _keeps_positions(kind: str) -> bool:
@@ -362,7 +382,7 @@ def _huggingface(torch: Any, model: Any) -> Callable[[Any, StaticCache, int | No
 
 def _compiled(torch: Any, call: Callable[..., Any], mode: str) -> Callable[..., Any]:
     """`call`, compiled for each shape. fullgraph: a part left out, or a shape too many, is an error and no silent
-    loss. The code object is a copy: what torch compiles is counted, and limited, by code object."""
+    loss (`CachedDecoder` sends none too many). The code object is a copy: what torch compiles is counted, and limited, by code object."""
     own = types.FunctionType(
         call.__code__.replace(), call.__globals__, f"decode_{id(call)}", call.__defaults__, call.__closure__
     )

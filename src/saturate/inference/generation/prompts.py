@@ -46,10 +46,12 @@ def as_lists(prompts: Any, model: Any = None) -> list[list[int]]:
     if items and all(_whole(item) for item in items):
         return [[int(item) for item in items]]
     rows = []
-    for item in items:
+    for number, item in enumerate(items, 1):
+        if item in ([], ()) if isinstance(item, list | tuple) else 0 in getattr(item, "shape", ()):
+            raise UsageError(f"prompt {number} of {len(items)} is empty", remedy="there must be a token to begin with, such as the one that begins texts")
         found = as_lists(item, model)
         if len(found) != 1:
-            raise UsageError("prompts are nested too deep, or one of them is empty", remedy=f"pass {_SHAPES}")
+            raise UsageError("prompts are nested too deep", remedy=f"pass {_SHAPES}")
         rows += found
     if not rows:
         raise UsageError("no prompts", remedy=f"pass {_SHAPES}")

@@ -36,6 +36,9 @@ def prove(
     tried. Raises UsageError, by what went wrong, where the decoder's logits are not the model's."""
     with plainly(torch, decoder):
         plain = _plainly(torch, decoder, forward, prompts, several, length)
+    if isinstance(decoder, RecomputeDecoder):       # the same forwards, of two rows at once
+        with _named(torch, decoder.name, "cannot be called with several rows of tokens", "let its forward take ids of any [rows, tokens]"):
+            return _tolerance(torch, decoder, plain, several)
     # It answered to a plain forward: it is the cache, the mask or the positions that its code does not take.
     with _named(torch, decoder.name, "cannot be called with a static cache, and a mask and positions for each row", _WITHOUT_CACHE):
         return _tolerance(torch, decoder, plain, several)

@@ -322,11 +322,15 @@ class Search:
 
     def _refuse(self, ready: Ready, record: GenerationCandidate) -> None:
         """What the row and a note say of a way that does not hold; record: of its confirmation."""
-        changes: dict[str, Any] = {"fate": record.fate, "reason": f"on other prompts: {record.reason}"}
+        changes: dict[str, Any] = {"fate": record.fate, "reason": f"on other prompts: {record.reason}", "speedup": record.speedup,
+                                   "speedup_ci": record.speedup_ci}
         self.found = [_with(row, **changes) if row.id == ready.label else row for row in self.found]
         ready.record = _with(ready.record, **changes)
-        self.notes.append(f"{ready.label} was faster on the prompts that chose it, and not on others" if record.fate in _WORKED
-                          else f"{ready.label} was faster on the prompts that chose it, and does not hold on others: {record.reason}")
+        if record.fate == "inconclusive":
+            then = "of others it is not known"
+        else:
+            then = "not on others" if record.fate in _WORKED else f"does not hold on others: {record.reason}"
+        self.notes.append(f"{ready.label} was faster on the prompts that chose it, and {then}")
 
     def _once_more(self, best: Ready) -> GenerationCandidate:
         """As `_again`; tried again where it was no fault of the way's that a process ended."""
