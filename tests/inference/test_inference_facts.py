@@ -267,6 +267,14 @@ def test_why_a_model_cannot_be_exported_is_said_of_the_model() -> None:
         def forward(self, x: Any) -> Any:
             return {}["absent"]
 
+    class Distributed(torch.nn.Module):
+        def __init__(self, **how: Any):
+            super().__init__()
+            self.how = how
+
+        def forward(self, x: Any) -> Any:
+            return torch.distributions.Normal(x, x.exp(), **self.how).log_prob(x)
+
     class Broken(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             return statistics.mean([])
@@ -276,6 +284,9 @@ def test_why_a_model_cannot_be_exported_is_said_of_the_model() -> None:
     assert "sequences of one length" in problem and "FakeTensor" not in problem
     _, problem = facts._export(torch, Branches(), (torch.ones(2, 6),))
     assert problem.startswith("data-dependent control flow (line ") and "torch.where" in problem
+    _, problem = facts._export(torch, Distributed(), (torch.ones(2, 3),))
+    assert problem.startswith("a distribution checks its arguments (line ") and "validate_args=False" in problem
+    assert facts._export(torch, Distributed(validate_args=False), (torch.ones(2, 3),)) == (True, "")
     _, problem = facts._export(torch, Breaks(), (torch.ones(2),))
     assert problem.startswith("KeyError: 'absent' (line ")
     _, problem = facts._export(torch, Broken(), (torch.ones(2),))

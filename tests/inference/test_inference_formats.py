@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -1003,3 +1004,53 @@ def test_sizes_that_a_compiler_fixes_are_not_open(decided: Any, fixes: bool, tmp
     refused = pytest.raises(NotApplied, match="sizes are open, and what is made of the program is right where")
     with refused if fixes else contextlib.nullcontext(), _program.kept_open(torch, program):
         bool(decided(size))
+
+
+class Positions(torch.nn.Module):
+    """Learned positions, counted anew in each call; the first two are of padding, as OPT has it."""
+
+    def __init__(self, ahead: int, start: int = 0) -> None:
+        super().__init__()
+        self.ahead, self.start, self.words, self.places = ahead, start, torch.nn.Embedding(30, 4), torch.nn.Embedding(48, 4)
+
+    def forward(self, ids: Any) -> Any:
+        places = torch.arange(self.start, self.start + ids.shape[1] + 1).unsqueeze(0) + self.ahead
+        return self.words(ids) + self.places(places.expand(ids.shape[0], -1))[:, 1:]
+
+
+@pytest.mark.parametrize(("ahead", "start"), [(0, 0), (2, 0), (2, 5)])
+def test_texts_longer_than_the_table_of_positions_are_refused(tmp_path: Path, ahead: int, start: int) -> None:
+    """The model raises an error there; OpenVINO answered."""
+    inputs = [(torch.randint(30, (2, length)),) for length in (6, 9)]
+    program = _program.capture(context_of(Positions(ahead, start), inputs, tmp_path, varying_shapes=True))
+    longest = 48 - 1 - ahead - start
+    name = program.signature["tensors"][0]["shape"][1]
+    assert program.signature["ranges"][name][1] == longest
+    Positions(ahead, start)(torch.randint(30, (1, longest)))
+    with pytest.raises(IndexError):
+        Positions(ahead, start)(torch.randint(30, (1, longest + 1)))
+
+
+class Halves(torch.nn.Module):
+    """Two pictures go through one network as one batch, as those of RAFT do."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        one, other = torch.chunk(torch.cat([x, y]), 2)
+        return one * other
+
+
+def test_why_a_program_takes_one_row_only_is_said(tmp_path: Path) -> None:
+    """What was captured with two rows does not hold for the one that the model came with."""
+    program = _program.capture(context_of(Halves(), [(torch.randn(1, 3), torch.randn(1, 3))], tmp_path))
+    assert program.signature["tensors"][0]["shape"] == [1, 3]
+    assert re.fullmatch(r"the model branches on sizes, and what is captured holds where .*input_0\.shape\[0\].* != 1", program.signature["why_fixed"])
+
+
+def test_what_sizes_must_be_is_said_of_the_inputs(tmp_path: Path) -> None:
+    """Nobody knows what s68 is."""
+    class Patches(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.sum(1) if x.shape[1] % 16 == 0 else x.mean(1)
+
+    with pytest.raises(NotApplied, match=r"known to hold where Eq\(Mod\(input_0\.shape\[1\], 16\), 0\) only"):
+        _program.capture(context_of(Patches(), [(torch.randn(2, size),) for size in (32, 48)], tmp_path, varying_shapes=True))

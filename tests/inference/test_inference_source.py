@@ -119,6 +119,22 @@ def test_a_model_whose_weights_are_computed_travels_as_it_is(tmp_path: Path) -> 
     assert torch.nn.utils.parametrize.is_parametrized(model[0], "weight")
 
 
+def test_torchs_quantized_layers_travel(tmp_path: Path) -> None:
+    """Pickled as they are they arrive without what a module is made of, and "the model does not run on its inputs" was what users were told."""
+    from torch.ao.nn.intrinsic.quantized import ConvReLU2d
+    from torch.ao.nn.quantized import Conv2d, DeQuantize, Quantize
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Quantize(0.1, 0, torch.quint8), Conv2d(3, 4, 3), ConvReLU2d(4, 2, 3), DeQuantize(), torch.nn.Flatten()).eval()
+    inputs = [(torch.randn(1, 3, 8, 8),) for _ in range(4)]
+    source = Source.write(tmp_path / "source", model, inputs)
+    code = ("import sys, torch; from pathlib import Path; from saturate.inference.source import Source; source = Source.open(Path(sys.argv[1]));"
+            "print(source.model(torch)(source.inputs(torch)[0][0]).flatten().tolist())")
+    done = subprocess.run([sys.executable, "-c", code, str(source.folder)], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert torch.equal(torch.tensor(eval(done.stdout)), model(inputs[0][0]).flatten())
+
+
 def test_an_endless_loader_is_not_exhausted() -> None:
     asked = []
 

@@ -342,6 +342,9 @@ def _why_not(torch: Any, error: Exception) -> str:
         return (f"packed sequences{at}: how long they are is in the values of a tensor, and a program knows sizes only; it "
                 "can be exported where sequences of one length make a batch, and nothing is packed")
     if _DATA_DEPENDENT.search(f"{type(error).__name__} {error}"):
+        if any(frame.f_globals.get("__name__", "").startswith("torch.distributions.") for frame in frames):
+            return (f"a distribution checks its arguments{at}: which code runs then depends on their values; with validate_args=False, "
+                    "given to it, it does not")
         return (f"data-dependent control flow{at}: which code runs, or a size, depends on the values of a tensor; torch.where "
                 "instead of if, and no .item(), keep that inside of a program")
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:300]

@@ -72,7 +72,7 @@ def pickler() -> type[pickle.Pickler]:
 
         def reducer_override(self, thing: Any) -> Any:
             _check_operators(thing, self._known)
-            for reduced in (_parametrized(thing), _imported(thing), _operator(thing)):
+            for reduced in (_parametrized(thing), _quantized(thing), _imported(thing), _operator(thing)):
                 if reduced is not None:
                     return reduced
             module = _foreign_module(thing, self._known)
@@ -157,8 +157,9 @@ class _ByName(pickle.Pickler):
         super().dump(thing)
 
     def reducer_override(self, thing: Any) -> Any:
-        if (parts := _parametrized(thing)) is not None:
-            return parts
+        for parts in (_parametrized(thing), _quantized(thing)):
+            if parts is not None:
+                return parts
         module = _foreign_module(thing, self._known)
         if module is not None:
             raise NotImportable(f"{thing.__qualname__} is of {module.__name__}, known to this process only")
@@ -182,6 +183,24 @@ def _parametrize(cls: type, names: list[str]) -> Any:
     parametrize._inject_new_class(module)
     for name in names:
         parametrize._inject_property(module, name)
+    return module
+
+
+def _quantized(thing: Any) -> Any:
+    """What one of torch's quantized layers is made from; None for anything else. It restores its state by a method that takes for granted
+    what unpickling alone does not make."""
+    kind = type(thing)
+    own = kind.__module__.startswith("torch.ao.nn.") and "_modules" in getattr(thing, "__dict__", ())
+    restores = own and next(cls for cls in kind.__mro__ if "__setstate__" in vars(cls)).__module__.startswith("torch.ao.nn.")
+    return (_blank, (kind,), thing.__getstate__()) if restores else None
+
+
+def _blank(cls: type) -> Any:
+    """A module of this class without anything of its own."""
+    from torch.nn import Module
+
+    module = cls.__new__(cls)
+    Module.__init__(module)
     return module
 
 

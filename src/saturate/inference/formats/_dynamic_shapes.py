@@ -120,7 +120,7 @@ def kept_open(torch: Any, exported: Any, ranges: dict[str, list[int | None]]) ->
         if type(expression).__name__ != "Equality" or not expression.free_symbols:
             continue
         if not _sizes.always(expression, {symbol: (ranges.get(str(symbol)) or [0])[0] for symbol in expression.free_symbols}):
-            raise Decided(f"sizes are open, and what is made of the program is right where {expression} only")
+            raise Decided(f"sizes are open, and what is made of the program is right where {_in_words(expression, _places(exported))} only")
 
 
 def _guarded(torch: Any, exported: Any, batches: list[list[Any]]) -> dict[Any, Any]:
@@ -137,11 +137,24 @@ def _guarded(torch: Any, exported: Any, batches: list[list[Any]]) -> dict[Any, A
                 symbol, least = size.node.expr, min(tensor.shape[dimension] for tensor in tensors)
                 seen[symbol] = min(least, seen.get(symbol, least))
     for guard in guards:
-        limits |= _narrowed(guard, limits, seen)
+        limits |= _narrowed(guard, limits, seen, _places(exported))
     return limits
 
 
-def _narrowed(guard: Any, limits: dict[Any, Any], seen: dict[Any, int]) -> dict[Any, Any]:
+def _places(exported: Any) -> dict[str, str]:
+    """Where the size of each name is found first: {"s85": "input_0.shape[1]"}."""
+    found: dict[str, str] = {}
+    for index, value in enumerate(_input_values(exported)):
+        for dimension, size in enumerate(value.shape):
+            found.setdefault(str(size), f"input_{index}.shape[{dimension}]")
+    return found
+
+
+def _in_words(guard: Any, places: dict[str, str]) -> str:
+    return re.sub(r"\b[a-z]\d+\b", lambda name: places.get(name[0], name[0]), str(guard))
+
+
+def _narrowed(guard: Any, limits: dict[Any, Any], seen: dict[Any, int], places: dict[str, str]) -> dict[Any, Any]:
     """The limits of the sizes in a guard, from as low as it is known to hold in all of them; they keep what was seen."""
     from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
@@ -157,7 +170,7 @@ def _narrowed(guard: Any, limits: dict[Any, Any], seen: dict[Any, int]) -> dict[
     least = {symbol: max(seen[symbol], size) for symbol, size in lowest.items()}
     if not holds(least):
         why = "the model branches on sizes" if _fails_somewhere(guard, least) else "the model computes with sizes"
-        raise Decided(f"{why}, and what is captured is known to hold where {guard} only")
+        raise Decided(f"{why}, and what is captured is known to hold where {_in_words(guard, places)} only")
     for symbol in least:                # what is known of a range is known of each part of it
         first = int(limits[symbol].lower)
         least[symbol] = first + bisect.bisect_left(range(first, least[symbol]), True, key=lambda size: holds({**least, symbol: size}))
@@ -222,14 +235,28 @@ def one_size_only(problem: Exception | None) -> str:
     """What a size that could not stay open, or a guard on it, means; "" for another problem."""
     if isinstance(problem, Decided):
         return f"{problem}; inputs that are padded to one size would do"
+    must = _guarded_by(problem)
+    if not must:
+        return ""
+    return (f"sizes vary in the inputs, and what is captured holds where {must}: "
+            "recurrent layers and loops are unrolled, branches on a size are decided, and len(x) is a number (x.shape[0] stays open); "
+            "else pad the inputs to one size")
+
+
+def why_fixed(problem: Exception | None) -> str:
+    """Why the batch size is not open; "" where nothing is known to say."""
+    if isinstance(problem, Decided):
+        return str(problem)
+    must = _guarded_by(problem)
+    return f"the model branches on sizes, and what is captured holds where {must}" if must else ""
+
+
+def _guarded_by(problem: Exception | None) -> str:
+    """What a guard that failed demands of sizes, in words; "" for another problem."""
     found = _GUARD.search(str(problem))
     if found is None or not re.search(_SIZE, found[1]):
         return ""
     if simple := _OF_ONE_SIZE.fullmatch(found[1]):
         tensor, dimension, relation, number = simple.groups()
-        must = f"dimension {dimension} of input tensor {tensor} is {number if relation == '==' else f'{relation} {number}'}"
-    else:
-        must = re.sub(_SIZE, r"input_\1.shape[\2]", found[1].strip())
-    return (f"sizes vary in the inputs, and what is captured holds where {must}: "
-            "recurrent layers and loops are unrolled, branches on a size are decided, and len(x) is a number (x.shape[0] stays open); "
-            "else pad the inputs to one size")
+        return f"dimension {dimension} of input tensor {tensor} is {number if relation == '==' else f'{relation} {number}'}"
+    return re.sub(_SIZE, r"input_\1.shape[\2]", found[1].strip())

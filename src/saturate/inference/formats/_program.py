@@ -10,6 +10,7 @@ Everything that is not a tensor (the nesting of inputs and outputs, numbers, Non
     ranges              {name: [least, most]}; most is None without a limit
     values              [[place of an input tensor, rows of the table that its numbers are looked up in], ...]; a third number is the
                         least one, where it is not 0
+    libraries           whose operators the program calls, of those that torch does not come with (`LIBRARIES`); absent where there are none
     why_fixed           why the batch size is no name although the inputs have one; "" where nothing is known to say
 
 Which sizes stay open, and within which limits, is decided in `_dynamic_shapes`; what it plans is exported and tried out here.
@@ -18,12 +19,13 @@ Which sizes stay open, and within which limits, is decided in `_dynamic_shapes`;
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saturate.errors import ArtifactDamaged
+from saturate.errors import ArtifactDamaged, EnvironmentProblem
 from saturate.inference import agreement, pickles, structure
 from saturate.inference import batches as trees
 from saturate.inference.formats import OtherSizes, _dynamic_shapes
@@ -32,6 +34,10 @@ from saturate.inference.techniques._api import Context, NotApplied
 #: Operators that pass numbers on as they are.
 _PASSES_ON = ("view", "reshape", "unsqueeze", "squeeze", "flatten", "permute", "transpose", "t", "expand", "clone", "contiguous", "alias",
               "detach", "to", "_to_copy", "lift_fresh_copy")
+
+#: Libraries whose operators are machine code that they load when they are imported, by the name before the operator's own. What loads a
+#: program imports these and no others, whatever the artifact says.
+LIBRARIES = {"torchvision": "torchvision", "torchaudio": "torchaudio"}
 
 #: A program remembers so many kinds of inputs that it takes.
 MOST_FITTED = 256
@@ -78,8 +84,9 @@ def capture(context: Context, model: Any = None) -> Program:
             problem = error if problem is None or not any(sizes) else problem
             continue
         _refuse_unknown(torch, exported)
+        _keep_within_tables(exported, shapes["ranges"])
         signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes, "values": looked_up(exported),
-                     "why_fixed": str(problem) if isinstance(problem, _dynamic_shapes.Decided) else ""}
+                     **_libraries(exported), "why_fixed": _dynamic_shapes.why_fixed(problem)}
         return Program(exported, flat, signature, flat.classes, None if context.facts.varying_shapes else batches[0])
     if isinstance(problem, structure.NotDescribable):       # with fixed sizes too, where a size in it would be a number
         raise NotApplied(f"the output cannot be stored: {problem}{_without_cache(problem)}") from problem
@@ -96,6 +103,30 @@ def _refuse_unknown(torch: Any, exported: Any) -> None:
             if module.partition(".")[0] != "torch" and node.target not in torch.export.default_decompositions():
                 raise NotApplied(f"a program would call the operator {name}, which {module} registers, and only a process that imports that knows it"
                                  f"{_without_kernel(name)}")
+
+
+def _libraries(exported: Any) -> dict[str, list[str]]:
+    """The entry of a signature for libraries whose operators a program calls."""
+    spaces = {getattr(node.target, "namespace", "") for graph in exported.graph_module.modules() for node in getattr(getattr(graph, "graph", None), "nodes", ())}
+    found = sorted(LIBRARIES[space] for space in spaces & set(LIBRARIES))
+    return {"libraries": found} if found else {}
+
+
+def load_libraries(settings: dict[str, Any]) -> None:
+    """Import what registers the operators of a program. Raises EnvironmentProblem where that is not installed."""
+    named = settings.get("libraries", ())
+    for library in LIBRARIES.values():
+        if library in named:
+            try:
+                importlib.import_module(library)
+            except (ImportError, OSError, RuntimeError) as error:       # what does not go with this torch raises the others
+                raise EnvironmentProblem(f"the program calls operators of {library}, which cannot be imported here", cause=short(error),
+                                         remedy=f"install the {library} that goes with this torch") from error
+
+
+def library_lines(settings: dict[str, Any]) -> str:
+    """The same, as lines for the user."""
+    return "".join(f"import {library}       # registers operators that the program calls\n" for library in settings.get("libraries", ()))
 
 
 def _without_kernel(operator: str) -> str:
@@ -225,6 +256,38 @@ def looked_up(exported: Any) -> list[list[int]]:
                 rows, least = found.get(place, (size, -size))
                 found[place] = min(size, rows), max(-size if from_end else 0, least)
     return [[place, rows, least] if least else [place, rows] for place, (rows, least) in sorted(found.items())]
+
+
+def _keep_within_tables(exported: Any, ranges: dict[str, list[int | None]]) -> None:
+    """Lower the limits of sizes that are counted through, and the numbers looked up in a table (learned positions), to what the table
+    holds. The model raises an error beyond it; torch.export knows nothing of that, and some runtimes answer."""
+    for node in exported.graph.nodes:
+        for numbers, rows, _ in _lookups(node):
+            count, first = _counted(numbers)
+            if count is None or type(rows) is not int:
+                continue
+            for symbol in count.free_symbols:
+                slope, constant = count.coeff(symbol), count.subs(symbol, 0)
+                if str(symbol) in ranges and slope.is_positive and slope.is_Integer and constant.is_Integer and count == slope * symbol + constant:
+                    limits, most = ranges[str(symbol)], int((rows - first - constant) // slope)
+                    limits[1] = most if limits[1] is None else min(limits[1], most)
+
+
+def _counted(numbers: Any) -> tuple[Any, int]:
+    """How many numbers a node counts, as an expression of sizes (None: it does not count), and from which on."""
+    first = 0
+    while numbers.op == "call_function":
+        name, arguments = str(numbers.target), numbers.args
+        if name.split(".")[1:2] in [[one] for one in _PASSES_ON]:
+            numbers = arguments[0]
+        elif name in ("aten.add.Tensor", "aten.sub.Tensor") and type(arguments[1]) is int and not numbers.kwargs:
+            first += arguments[1] if "add" in name else -arguments[1]
+            numbers = arguments[0]
+        else:
+            start = {"aten.arange.default": 0, "aten.arange.start": arguments[0], "aten.arange.start_step": arguments[0]}.get(name)
+            counted = numbers.meta["val"].shape[0] if type(start) is int and arguments[2:3] in ((), (1,)) else None
+            return getattr(getattr(counted, "node", None), "expr", None), first + (start or 0)
+    return None, 0
 
 
 def _lookups(node: Any) -> list[tuple[Any, Any, bool]]:

@@ -73,6 +73,10 @@ class Unsafe(ValueError):
     """The archive is no archive, or holds what loading would execute; the message says what."""
 
 
+class UnknownOperator(Unsafe):
+    """It calls what has the name of an operator, and nothing that is imported here registers."""
+
+
 def exported(torch: Any, path: Path) -> None:
     """Raise Unsafe unless `path` is an exported program that holds nothing but data."""
     reader, names = _records(torch, path, _EXPORTED)
@@ -89,7 +93,8 @@ def exported(torch: Any, path: Path) -> None:
     for where, key, value in _entries(program):
         problem = _problem(torch, key, value)
         if problem:
-            raise Unsafe(f"{where[:80]}: {problem[:200]}")
+            unknown = key in ("target", "as_operator") and _names_operator(torch, value)
+            raise (UnknownOperator if unknown else Unsafe)(f"{where[:80]}: {problem[:200]}")
 
 
 def compiled(torch: Any, path: Path) -> None:
@@ -173,7 +178,7 @@ def _problem(torch: Any, key: str, value: Any) -> str | None:
     if not _WORD.fullmatch(key):
         return f"{key!r} is no name"
     if key in ("target", "as_operator") and isinstance(value, str):
-        return None if _is_operator(torch, value) else f"{value!r} is no operator of torch"
+        return None if _is_operator(torch, value) else f"{value!r} is no operator of torch, or of a library that is imported here"
     if key == "expr_str":
         return None if isinstance(value, str) and is_size(value) else f"{value!r} is no expression of sizes"
     if key in ("in_spec", "out_spec") and value:
@@ -185,10 +190,17 @@ def _problem(torch: Any, key: str, value: Any) -> str | None:
     return None
 
 
+def _names_operator(torch: Any, target: Any) -> bool:
+    """Whether it is the name of one that may be called, wherever it comes from. torch.ops has some functions of its own among them."""
+    if not isinstance(target, str) or not _OPERATOR.fullmatch(target) or target.removeprefix("torch.ops.").startswith(_REACHES_OUT):
+        return False
+    return isinstance(getattr(torch.ops, target.split(".")[2]), torch._ops._OpNamespace)
+
+
 def _is_operator(torch: Any, target: str) -> bool:
     if _SIZE_FUNCTIONS.fullmatch(target):
         return True
-    if not _OPERATOR.fullmatch(target) or target.removeprefix("torch.ops.").startswith(_REACHES_OUT):
+    if not _names_operator(torch, target):
         return False
     found: Any = torch.ops
     for name in target.split(".")[2:]:

@@ -145,7 +145,7 @@ def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
     other = ""
     if "fixed" in settings:
         name, other = entry.files[1], f"      # for {settings['fixed']}; {entry.files[0]} takes other sizes"
-    return (f"{session.lines(settings['session'], threads)}\n"
+    return (f"{_program.library_lines(settings)}{session.lines(settings['session'], threads)}\n"
             f"program = torch._inductor.aoti_load_package({place(name)}){other}\n"
             f"with torch.no_grad(): answers = program(*{structure.flat_inputs(settings['inputs'])})")
 
@@ -153,7 +153,7 @@ def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
 def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:
     """The stored program as a function with the model's signature. The caller has checked the files' digests.
 
-    Raises ArtifactDamaged.
+    Raises ArtifactDamaged, and EnvironmentProblem where a library whose operators it calls is missing.
     """
     path = Path(folder) / NAME
     remedy = "copy the artifact again, or run saturate optimize again here"
@@ -165,6 +165,7 @@ def load(torch: Any, folder: Path, entry: Entry) -> Callable[..., Any]:
             _vetting.compiled(torch, Path(folder) / name)
         except _vetting.Unsafe as error:
             raise ArtifactDamaged(f"{Path(folder) / name} is not loaded", cause=str(error), remedy=remedy) from error
+    _program.load_libraries(entry.settings)
     try:
         session.restore(torch, entry.settings["session"])
         return opened(torch, path, entry.settings, entry.settings["device"])

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from saturate.errors import ArtifactDamaged
+from saturate.errors import ArtifactDamaged, EnvironmentProblem
 from saturate.inference import runtimes, session, structure
 from saturate.inference.formats import NotDeployable, _program, _vetting
 from saturate.inference.techniques._api import Context, Entry, NotApplied
@@ -81,10 +81,13 @@ def _foreign(torch: Any, exported: Any) -> dict[Any, Any]:
 
 
 def read(torch: Any, path: Path) -> Any:
-    """The module of a stored program, which takes and returns flat tensors. Raises ArtifactDamaged."""
+    """The module of a stored program, which takes and returns flat tensors. Raises ArtifactDamaged, and EnvironmentProblem where it calls
+    what nothing here registers."""
     remedy = "copy the artifact again, or run saturate optimize again"
     try:
         _vetting.exported(torch, path)
+    except _vetting.UnknownOperator as error:
+        raise EnvironmentProblem(f"{path} is not loaded", cause=str(error), remedy="import the library that registers it, and load again") from error
     except _vetting.Unsafe as error:
         raise ArtifactDamaged(f"{path} is not loaded", cause=str(error), remedy=remedy) from error
     try:
@@ -108,14 +111,14 @@ def lines(entry: Entry, threads: int, place: Callable[[str], str]) -> str:
     elif runtime["kind"] == "compile":
         first = f"import torch._inductor.config\n{first}; torch._inductor.config.freezing = {runtime['freezing']}"
         program = f"torch.compile({program}, mode={runtime['mode']!r}, dynamic={True if runtime['dynamic'] else None})"
-    return f"{first}\nprogram = {program}\nwith torch.no_grad(): answers = program(*{structure.flat_inputs(settings['inputs'])})"
+    return f"{_program.library_lines(settings)}{first}\nprogram = {program}\nwith torch.no_grad(): answers = program(*{structure.flat_inputs(settings['inputs'])})"
 
 
 def load(torch: Any, folder: Path, entry: Entry) -> Any:
-    """The stored program as a function with the model's signature. Raises ArtifactDamaged."""
-    path = Path(folder) / entry.files[0]
+    """The stored program as a function with the model's signature. Raises ArtifactDamaged, EnvironmentProblem."""
+    path, settings = Path(folder) / entry.files[0], entry.settings
+    _program.load_libraries(settings)
     module = read(torch, path)
-    settings = entry.settings
     try:
         session.restore(torch, settings["session"])
         run = runtimes.executed(torch, module, settings["runtime"])
