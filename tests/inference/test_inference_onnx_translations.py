@@ -126,3 +126,14 @@ def test_padding_that_leaves_nothing_of_a_text(technique, tmp_path):
     call = program(called, (x, some), technique, tmp_path)
     for padded in (some, all_of_it):
         torch.testing.assert_close(call(x, padded), called(x, padded))
+
+
+@BOTH
+@pytest.mark.parametrize("how", [{"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}, {"enable_gqa": True, "is_causal": True}], ids=str)
+def test_attention_is_torchs_in_all_its_forms(technique, how, tmp_path):
+    heads = 2 if "enable_gqa" in how else 4
+    given = torch.randn(2, 4, 5, 8), torch.randn(2, heads, 7, 8), torch.randn(2, heads, 7, 6)
+    call = program(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **how), given, technique, tmp_path)
+    for rows in (2, 3):
+        other = [torch.randn(rows, *one.shape[1:]) for one in given]
+        torch.testing.assert_close(call(*other), F.scaled_dot_product_attention(*other, **how))
