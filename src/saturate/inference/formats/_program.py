@@ -114,19 +114,23 @@ def _libraries(exported: Any) -> dict[str, list[str]]:
 
 def load_libraries(settings: dict[str, Any]) -> None:
     """Import what registers the operators of a program. Raises EnvironmentProblem where that is not installed."""
-    named = settings.get("libraries", ())
-    for library in LIBRARIES.values():
-        if library in named:
-            try:
-                importlib.import_module(library)
-            except (ImportError, OSError, RuntimeError) as error:       # what does not go with this torch raises the others
-                raise EnvironmentProblem(f"the program calls operators of {library}, which cannot be imported here", cause=short(error),
-                                         remedy=f"install the {library} that goes with this torch") from error
+    for library in _named(settings):
+        try:
+            importlib.import_module(library)
+        except (ImportError, OSError, RuntimeError) as error:       # what does not go with this torch raises the others
+            raise EnvironmentProblem(f"the program calls operators of {library}, which cannot be imported here", cause=short(error),
+                                     remedy=f"install the {library} that goes with this torch") from error
 
 
 def library_lines(settings: dict[str, Any]) -> str:
     """The same, as lines for the user."""
-    return "".join(f"import {library}       # registers operators that the program calls\n" for library in settings.get("libraries", ()))
+    return "".join(f"import {library}       # registers operators that the program calls\n" for library in _named(settings))
+
+
+def _named(settings: dict[str, Any]) -> list[str]:
+    """Those of `LIBRARIES` that are among what a file says."""
+    said = settings.get("libraries")
+    return [library for library in LIBRARIES.values() if isinstance(said, list) and library in said]
 
 
 def _without_kernel(operator: str) -> str:
@@ -284,9 +288,11 @@ def _counted(numbers: Any) -> tuple[Any, int]:
             first += arguments[1] if "add" in name else -arguments[1]
             numbers = arguments[0]
         else:
-            start = {"aten.arange.default": 0, "aten.arange.start": arguments[0], "aten.arange.start_step": arguments[0]}.get(name)
-            counted = numbers.meta["val"].shape[0] if type(start) is int and arguments[2:3] in ((), (1,)) else None
-            return getattr(getattr(counted, "node", None), "expr", None), first + (start or 0)
+            if not name.startswith("aten.arange.") or arguments[2:3] not in ((), (1,)):
+                return None, 0
+            start = 0 if name == "aten.arange.default" else arguments[0]
+            count = getattr(numbers.meta["val"].shape[0], "node", None)         # None: a number, and no size
+            return (None, 0) if count is None or type(start) is not int else (count.expr, first + start)
     return None, 0
 
 

@@ -113,7 +113,6 @@ class CachedDecoder:
             self._compiled(tokens.contiguous(), self._cache, None)
         ).clone()  # a CUDA graph's output is overwritten
 
-
     def _compiles(self, shape: Any) -> bool:
         """Whether there is a compiled step for this shape, or may be one more."""
         assert self._cache is not None
