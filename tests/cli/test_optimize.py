@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from saturate.cli import main
+from saturate.cli import main, optimize
 from saturate.cli._callables import resolve
 from saturate.cli._running import one_signal_interrupts
 from saturate.errors import EnvironmentProblem, TooNoisy, UsageError, WorkloadFailed
 from saturate.inference import users_code
+from saturate.inference.api import known
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "inference"))
 import optimizations
@@ -86,13 +87,13 @@ def api(monkeypatch):
     module = types.ModuleType("saturate.inference.api")
     fake = types.SimpleNamespace(asked=None, answer=lambda: types.SimpleNamespace(record=optimizations.win()))
 
-    def optimize(model, **options):
+    def optimized(model, **options):
         fake.asked = {"model": model, **options}
         options["progress"]("a step")
         print("a library prints")
         return fake.answer()
 
-    module.optimize = optimize
+    module.optimize, module.known = optimized, known
     monkeypatch.setitem(sys.modules, "saturate.inference.api", module)
     import saturate.inference
 
@@ -115,7 +116,7 @@ def call(capfd, *words):
 
 def test_it_asks_the_search(capfd, user, api):
     code, out, err = call(capfd, *CHECKED, "--train", "mypkg.model:train", "--calibration", "mypkg.model:calibration", "--budget", "20m", "--objective", "throughput", "--limit", "p99_ms=15",
-                          "--limit", "peak_memory_gb=4", "--threads", "2", "--only", "threads,compile", "--skip", "tf32", "--workdir", "runs/r18",
+                          "--limit", "peak_memory_gb=4", "--threads", "2", "--only", "threads,compile-inference", "--skip", "tf32-products", "--workdir", "runs/r18",
                           "--lower-is-better", "--relative", "--confidence", "90%", "--metric", "top1",
                           "--score-range", "-1", "2.5")
     assert code == 0
@@ -127,7 +128,7 @@ def test_it_asks_the_search(capfd, user, api):
     assert asked["limits"] == {"p99_ms": 15, "peak_memory_gb": 4} and asked["time"] == 1200 and asked["objective"] == "throughput"
     assert asked["train"].loader == [(1, 2)] and asked["train"].loss is max
     assert asked["calibration"] == [(3,)]
-    assert (asked["threads"], set(asked["only"]), set(asked["skip"]), asked["workdir"]) == (2, {"threads", "compile"}, {"tf32"}, Path("runs/r18").absolute())
+    assert (asked["threads"], set(asked["only"]), set(asked["skip"]), asked["workdir"]) == (2, {"threads", "compile-inference"}, {"tf32-products"}, Path("runs/r18").absolute())
     assert out.splitlines()[-1].startswith("next") and "6.82x faster" in out and "a step" in err
 
 
@@ -318,6 +319,31 @@ def test_later_signals_do_not_end_the_cleaning_up():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_was_found_is_told_whatever_comes():
+    """A second Ctrl-C while the answer was printed left none on standard output."""
+    with one_signal_interrupts() as signals:
+        signals.enough()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+
+
+def test_a_signal_while_the_answer_is_printed_costs_none_of_it(capfd, user, api, monkeypatch):
+    real = optimize.show_json
+
+    def shown(record, stream):
+        os.kill(os.getpid(), signal.SIGINT)
+        real(record, stream)
+
+    monkeypatch.setattr(optimize, "show_json", shown)
+    code, out, _ = call(capfd, *WORDS, "--json")
+    assert code == 0 and json.loads(out)["verdict"] == "faster"
+
+
+def test_a_technique_that_there_is_none_of_costs_no_building(capfd, user, api):
+    code, _, err = call(capfd, *WORDS, "--only", "onnx-runtme,zzz")
+    assert code == 2 and api.asked is None and "there is no inference technique 'onnx-runtme'" in err and "onnx-runtime" in err
 
 
 def test_a_machine_that_gives_out_hands_over_what_was_found(capfd, user, api):

@@ -67,6 +67,61 @@ class Doubled:
         self.logits = self.logits * 2
 
 
+RAN = []
+
+
+class Told(type):
+    def __call__(cls, *given, **named):
+        RAN.append(cls)
+        return super().__call__(*given, **named)
+
+
+@dataclasses.dataclass
+class Imports(metaclass=Told):
+    """torch has such classes: they import, or write to a file, what a field says."""
+
+    module: str
+
+    def __new__(cls, *given):
+        RAN.append(cls)
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        RAN.append(self.module)
+
+    def __setattr__(self, name, value):
+        RAN.append(name)
+        super().__setattr__(name, value)
+
+    def __getattribute__(self, name):
+        RAN.append(name)
+        return super().__getattribute__(name)
+
+
+@dataclasses.dataclass
+class ImportsAsDict(collections.OrderedDict):
+    module: str
+    second: object = None
+
+    def __post_init__(self):
+        RAN.append(self.module)
+
+    def __setitem__(self, name, value):
+        RAN.append(name)
+
+
+class ImportsAsTuple(Pair):
+    def __new__(cls, first, second):
+        RAN.append(first)
+        return super().__new__(cls, first, second)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InSlots:
+    first: object
+    second: object
+
+
 def roundtrip(value):
     description, tensors = structure.flatten(torch, value)
     return json.loads(json.dumps(description)), tensors
@@ -231,3 +286,17 @@ def test_what_json_cannot_hold_is_not_describable(value):
 def test_what_cannot_be_described_is_named():
     with pytest.raises(structure.NotDescribable, match=r"\[1\]\['a'\] is a builtins.object"):
         structure.flatten(torch, [1, {"a": object()}])
+
+
+def test_nothing_of_a_class_that_a_file_names_is_called():
+    """An artifact had modules imported, its own files among them, by what it said of torch's own classes."""
+    for kind, of in ((Imports, "fields of"), (ImportsAsDict, "fields of"), (ImportsAsTuple, "tuple of")):
+        names = list(kind._fields) if of == "tuple of" else [field.name for field in dataclasses.fields(kind)]
+        RAN.clear()
+        found = structure.rebuild({of: f"{__name__}:{kind.__qualname__}", "fields": [[name, {"value": "evil"}] for name in names]}, [])
+        assert type(found) is kind and RAN == [], kind
+        assert (found.first if kind is ImportsAsTuple else found.module) == "evil"
+    assert dict.items(structure.rebuild({"fields of": f"{__name__}:ImportsAsDict", "fields": [["module", {"value": "a"}], ["second", {"value": None}]]}, [])) \
+        == {"module": "a"}.items()
+    whole = structure.rebuild({"fields of": f"{__name__}:InSlots", "fields": [["first", {"value": 1}], ["second", {"value": 2}]]}, [])
+    assert whole == InSlots(1, 2)

@@ -104,20 +104,24 @@ class one_signal_interrupts:
     change nothing, so that they cannot end the cleaning up; but for the user's own code, which may swallow the first. A signal
     that was ignored stays ignored (nohup)."""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> one_signal_interrupts:
         import signal
 
-        pending = True
+        self._pending = True
 
         def interrupt(number: int, frame: object) -> None:
-            nonlocal pending
             users = sys.modules.get("saturate.inference.users_code")  # not there: none of it runs
-            if (users is not None and users.interrupted()) or pending:
-                pending = False
+            if (users is not None and users.interrupted()) or self._pending:
+                self._pending = False
                 raise KeyboardInterrupt
 
         numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
         self.before = {number: signal.signal(number, interrupt) for number in numbers}
+        return self
+
+    def enough(self) -> None:
+        """From now on no signal changes anything: there is an answer, and it is told."""
+        self._pending = False
 
     def __exit__(self, *exception: object) -> None:
         import signal

@@ -48,35 +48,41 @@ def execute(arguments: argparse.Namespace) -> int:
         nonlocal record
         record = found
 
-    try:
-        with one_signal_interrupts():
+    with one_signal_interrupts() as signals:
+        try:
             bench(arguments.artifact, arguments.against, arguments.batch, arguments.threads, Progress(sys.stderr), keep)
-        if all(row.artifact.latency_ms is None for row in record.rows):
-            problem = EnvironmentProblem(
-                "the artifact ran at none of these batch sizes",
-                cause=record.rows[0].artifact.reason,
-                remedy="leave --batch out: then it runs at the size that it was made with",
-            )
-        elif arguments.against is not None and all(row.verdict is None for row in record.rows):
-            problem = EnvironmentProblem(
-                f"the two were raced at none of these batch sizes: there is no answer to --against {arguments.against}",
-                cause=_unraced(record.rows[0]),
-                remedy="give artifacts of models that take the same inputs, and sizes that both of them take (--batch)",
-            )
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - shown below, after the record
-        import msgspec
+            problem = _without_answer(arguments, record)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - shown below, after the record
+            import msgspec
 
-        problem = error
-        interrupted = isinstance(error, KeyboardInterrupt)
-        reason = "interrupted" if interrupted else getattr(error, "message", f"saturate itself failed: {error}")
-        record = msgspec.structs.replace(record, reason=reason)
-    if arguments.json:
-        show_json(record)
-    elif record.rows:
-        print(shown(record))
+            problem = error
+            interrupted = isinstance(error, KeyboardInterrupt)
+            reason = "interrupted" if interrupted else getattr(error, "message", f"saturate itself failed: {error}")
+            record = msgspec.structs.replace(record, reason=reason)
+        signals.enough()  # what was found is told whole
+        if arguments.json:
+            show_json(record)
+        elif record.rows:
+            print(shown(record))
     if problem is not None:
         raise problem
     return 0
+
+
+def _without_answer(arguments: argparse.Namespace, record: BenchRecord) -> EnvironmentProblem | None:
+    if all(row.artifact.latency_ms is None for row in record.rows):
+        return EnvironmentProblem(
+            "the artifact ran at none of these batch sizes",
+            cause=record.rows[0].artifact.reason,
+            remedy="leave --batch out: then it runs at the size that it was made with",
+        )
+    if arguments.against is not None and all(row.verdict is None for row in record.rows):
+        return EnvironmentProblem(
+            f"the two were raced at none of these batch sizes: there is no answer to --against {arguments.against}",
+            cause=_unraced(record.rows[0]),
+            remedy="give artifacts of models that take the same inputs, and sizes that both of them take (--batch)",
+        )
+    return None
 
 
 def _unraced(row: BatchRow) -> str:

@@ -117,31 +117,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     answer = sys.stdout  # before the user's code gets it
-    with _answer_alone():
-        code, record, problem = _searched(arguments)
-    if arguments.json:
-        show_json(record, answer)
+    with one_signal_interrupts() as signals:
+        with _answer_alone():
+            code, record, problem = _searched(arguments)
+            signals.enough()  # what was found is told whole
+        if arguments.json:
+            show_json(record, answer)
+        if problem is None or getattr(problem, "record", None) is not None:
+            _show(record, sys.stderr if arguments.json or problem is not None else sys.stdout)
     if problem is not None:
         raise problem
-    _show(record, sys.stderr if arguments.json else sys.stdout)
     return code
 
 
 def _searched(arguments: argparse.Namespace) -> tuple[int, OptimizeRecord, BaseException | None]:
     """Exit code, what to print, and what to raise after it. Only what the parser of the options refuses has no record."""
     try:
-        with one_signal_interrupts(), Progress(sys.stderr, arguments.budget) as say:
+        with Progress(sys.stderr, arguments.budget) as say:
             return 0, _search(arguments, say), None
     except SaturateError as problem:
         found = getattr(problem, "record", None)  # the machine gave out in the middle of it
-        if found is not None:
-            _show(found, sys.stderr)
         return problem.exit_code, found or nothing(arguments, problem.message, problem.cause), problem
     except KeyboardInterrupt as interruption:
         found = getattr(interruption, "record", None)  # what the search had found until then, if it had begun
         record = _interrupted(found) if found is not None else nothing(arguments, "interrupted", "")
-        if found is not None:
-            _show(record, sys.stderr)
         return 130, record, interruption
     except Exception as bug:  # noqa: BLE001 - raised again once the object is printed
         return 3, nothing(arguments, f"saturate itself failed: {type(bug).__name__}: {bug}", ""), bug
@@ -182,7 +181,9 @@ def _search(arguments: argparse.Namespace, say: Progress) -> OptimizeRecord:
 
     from saturate.inference import api
     from saturate.inference.accuracy import Budget
+    from saturate.inference.techniques import _registry
 
+    api.known(_registry.load(), arguments.only, arguments.skip)
     budget = None
     if arguments.max_drop is not None:
         budget = Budget(

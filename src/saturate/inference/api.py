@@ -89,6 +89,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
     budget = checked(check, budget, objective, limits)
     limits = {name: float(most) for name, most in (limits or {}).items()}       # of numpy, perhaps, which no record holds
     only, skip = _ids(only), _ids(skip)
+    registry = known(_registry.load(), only, skip)
     if isinstance(train, tuple) and len(train) != 2:
         raise UsageError(f"`train` is a tuple of {len(train)}", remedy="train=(loader, loss), or saturate.Train(loader, loss, ...)")
     if threads is not None and (not isinstance(threads, numbers.Integral) or isinstance(threads, bool) or threads < 1):
@@ -107,7 +108,6 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
             refuse_one_size(torch, source)
         lab = Lab(source, folder, int(threads or torch.get_num_threads()), began + seconds, check=check, memory_bytes=memory_limit(source.device),
                   signature=signature_of(model), asked=budget)
-        registry = known(_registry.load(), only, skip)
         with running_model():
             worker = lab.baseline()
         try:
@@ -151,7 +151,7 @@ def _ids(given: str | Collection[str] | None) -> tuple[str, ...]:
 
 def known(registry: dict[str, Any], only: Collection[str], skip: Collection[str]) -> dict[str, Any]:
     """The registry. Raises UsageError for an id that is not in it."""
-    for id in (*only, *skip):
+    for id in sorted({*only, *skip}):
         if id not in registry:
             raise UsageError(f"there is no inference technique {id!r}",
                              remedy=suggestion(id, list(registry)) or "saturate techniques --inference lists them")

@@ -15,17 +15,19 @@ with the same fields takes its place.
     {"tuple of": "module:Class", "fields": [[name, ...]]}       a named tuple, or one of torch.return_types
     {"fields of": "module:Class", "fields": [[name, ...]]}      a dataclass; transformers' ModelOutput is one
 
-A class is never called with what a file holds, except for named tuples and dataclasses with just these fields: a subclass of
-dict is filled without its own code.
+Nothing of a class that a file names is called, for it may be any that is imported, and some import or write what their fields say: an
+instance is made without it, and filled. What a `__post_init__` would add beside the fields is not there.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 import json
 import math
 import sys
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -215,7 +217,7 @@ def _rebuild(node: Any, tensors: list[Any], classes: Mapping[str, type]) -> Any:
     if "tuple of" in node:
         cls = _known(node["tuple of"], classes)
         if isinstance(cls, type) and issubclass(cls, tuple) and getattr(cls, "_fields", None) == tuple(fields):
-            return cls(*fields.values())
+            return tuple.__new__(cls, fields.values())
         if _is_torch_return(cls) and cls.__match_args__ == tuple(fields):
             return cls(list(fields.values()))
         return NamedFields(tuple(fields), list(fields.values()))
@@ -236,16 +238,23 @@ def _is_key(stored: Any) -> bool:
 
 
 def _dataclass_made(cls: Any, fields: dict[str, Any]) -> Any:
-    """An instance with just these values: what `__post_init__` would compute from them, or do to them a second time, is in them."""
-    constructible = all(field.init for field in dataclasses.fields(cls))
-    if issubclass(cls, dict):           # a ModelOutput fills itself as a dictionary
-        return cls(**fields) if constructible else Fields(fields)
+    """An instance with just these values, without the class's own code: what `__post_init__` would compute from them is in them."""
+    base = next(kind for kind in (collections.OrderedDict, dict, object) if issubclass(cls, kind))
     try:
-        made = cls(**fields) if constructible else object.__new__(cls)
-    except TypeError:                   # a constructor that takes something else than the fields
-        made = object.__new__(cls)
+        made = base.__new__(cls)
+    except TypeError:                   # laid out by another built-in class
+        return Fields(fields)
     for name, value in fields.items():
-        object.__setattr__(made, name, value)       # frozen ones too
+        slot = inspect.getattr_static(cls, name, None)
+        if isinstance(slot, types.MemberDescriptorType):
+            slot.__set__(made, value)
+        else:
+            try:
+                object.__getattribute__(made, "__dict__")[name] = value         # frozen ones too
+            except AttributeError:
+                return Fields(fields)
+        if base is not object and value is not None:        # transformers' ModelOutput is a dictionary of what is not None
+            base.__setitem__(made, name, value)     # type: ignore[attr-defined]
     return made
 
 

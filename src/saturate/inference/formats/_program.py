@@ -37,7 +37,7 @@ _PASSES_ON = ("view", "reshape", "unsqueeze", "squeeze", "flatten", "permute", "
 
 #: Libraries whose operators are machine code that they load when they are imported, by the name before the operator's own. What loads a
 #: program imports these and no others, whatever the artifact says.
-LIBRARIES = {"torchvision": "torchvision", "torchaudio": "torchaudio"}
+LIBRARIES = {"torchvision": "torchvision"}
 
 #: A program remembers so many kinds of inputs that it takes.
 MOST_FITTED = 256

@@ -41,7 +41,8 @@ _SIZE_FUNCTIONS = re.compile(
 _OPERATOR = re.compile(r"torch\.ops\.(?!_)\w+\.\w+(\.\w+)?")
 
 #: Operators that reach outside of their arguments.
-_REACHES_OUT = ("aten.from_file", "aten.save", "aten._print", "prim.", "debugprims.", "profiler.", "c10d", "rpc", "script.")
+_REACHES_OUT = ("aten.from_file", "aten.save", "aten._print", "prim.", "debugprims.", "profiler.", "c10d", "rpc", "script.",
+                "image.", "video_reader.", "torchaudio.")         # libraries' own, which read and write files
 
 _CALLS_IN_SIZES = frozenset(
     ("FloorDiv ModularIndexing Where PythonMod Mod CleanDiv CeilToInt FloorToInt CeilDiv LShift RShift PowByNatural "  # noqa: SIM905
@@ -194,7 +195,7 @@ def _names_operator(torch: Any, target: Any) -> bool:
     """Whether it is the name of one that may be called, wherever it comes from. torch.ops has some functions of its own among them."""
     if not isinstance(target, str) or not _OPERATOR.fullmatch(target) or target.removeprefix("torch.ops.").startswith(_REACHES_OUT):
         return False
-    return isinstance(getattr(torch.ops, target.split(".")[2]), torch._ops._OpNamespace)
+    return isinstance(getattr(torch.ops, target.split(".")[2]), (torch._ops._OpNamespace, torch._ops._HigherOrderNamespace))
 
 
 def _is_operator(torch: Any, target: str) -> bool:

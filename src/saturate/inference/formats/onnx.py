@@ -161,7 +161,7 @@ def unreported() -> Iterator[None]:
 def save(folder: Path, path: Path, settings: dict[str, Any]) -> Entry:
     """Copy a model, and the files that hold its weights, into `folder`. Raises OSError (a full disk)."""
     onnx = require("onnx")
-    names = [path.name, *sorted(locations(onnx.load(path, load_external_data=False)))]
+    names = [path.name, *sorted(locations(_read(onnx, path)))]
     for name in names:
         shutil.copyfile(path.parent / name, folder / name)
     return Entry(FORMAT, names, settings)
@@ -199,6 +199,8 @@ def stored(folder: Path, entry: Entry) -> Path:
     EnvironmentProblem where the extra is missing."""
     onnx = require("onnx")
     path = _checked(folder, entry.files[0], entry.files)
+    if path.suffix != ".onnx":          # runtimes choose by the name how they read a file
+        raise ArtifactDamaged(f"{entry.files[0]!r} is no name of an ONNX file", evidence=str(folder), remedy=REMEDY)
     for name in locations(_read(onnx, path)):
         _checked(folder, name, entry.files)
     return path
@@ -206,7 +208,7 @@ def stored(folder: Path, entry: Entry) -> Path:
 
 def _read(onnx: Any, path: Path) -> Any:
     try:
-        return onnx.load(path, load_external_data=False)
+        return onnx.load(path, format="protobuf", load_external_data=False)     # as runtimes read it, whatever its name
     except Exception as error:  # protobuf's own classes; onnx promises none
         cause = f"{type(error).__name__}: {error}"
         raise ArtifactDamaged(f"{path} is no ONNX file", cause=cause, remedy=REMEDY) from error
