@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="torch")
 
 from saturate.errors import EnvironmentProblem  # noqa: E402 - after the check for torch
 from saturate.inference.formats import _program, exported  # noqa: E402
+from saturate.inference.techniques import bf16  # noqa: E402
 from saturate.inference.techniques._api import Context, Entry  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
 
@@ -82,3 +83,25 @@ def test_a_program_of_torchs_own_operators_says_nothing_of_libraries(tmp_path):
     inputs = [(torch.randn(2, 3),)]
     entry = exported.save(Context(torch, torch.nn.Linear(3, 3).eval(), "cpu", inputs, inputs, facts, tmp_path, 1), tmp_path)
     assert "libraries" not in entry.settings and not exported.lines(entry, 1, repr).startswith("import aided")
+
+
+class Conditional(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x * 2, (self.layer(x),))
+
+
+@pytest.mark.parametrize("how", ["cond", "autocast"])
+def test_operators_around_graphs_are_torchs_own(how, tmp_path):
+    facts = ModelFacts(torch=torch.__version__, dtypes=("float32",), cores=1, batch_size=2, linears=1)
+    model = Conditional() if how == "cond" else torch.nn.Sequential(torch.nn.Linear(3, 3))
+    context = Context(torch, model.eval(), "cpu", [(torch.randn(2, 3),)], [], facts, tmp_path, 1)
+    if how == "autocast":
+        bf16.apply(context, bf16.Options(autocast=True))
+    entry = context.save(tmp_path) if context.save else exported.save(context, tmp_path)
+    loaded = exported.load(torch, tmp_path, entry)
+    for x in (torch.ones(2, 3), -torch.ones(2, 3)):
+        assert torch.equal(loaded(x), (context.call or context.model)(x))

@@ -137,3 +137,57 @@ def test_attention_is_torchs_in_all_its_forms(technique, how, tmp_path):
     for rows in (2, 3):
         other = [torch.randn(rows, *one.shape[1:]) for one in given]
         torch.testing.assert_close(call(*other), F.scaled_dot_product_attention(*other, **how))
+
+
+class SmallAdded(nn.Module):
+    def __init__(self, small: float):
+        super().__init__()
+        self.small = small
+
+    def forward(self, x):
+        return x / (x.norm(dim=1, keepdim=True) + self.small), x * (1 + 100 * self.small)
+
+
+@BOTH
+@pytest.mark.parametrize("small", [1e-6, 1e-8, 1e-12])
+def test_a_small_constant_is_not_left_out(technique, small, tmp_path):
+    """The exporter's optimizer takes what is nearly 0 for 0: a row of zeros, normalized, was no number."""
+    call = program(SmallAdded(small), (torch.randn(4, 12),), technique, tmp_path)
+    x = torch.randn(4, 12)
+    x[1], x[2] = 0, 1e-10
+    for got, wanted in zip(call(x), SmallAdded(small)(x), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@BOTH
+def test_sizes_are_divided_downwards(technique, tmp_path):
+    """The usual ceiling is -(-n // 3); the exporter rounds towards zero, which is right where nothing is left."""
+    def padded(x):
+        return F.pad(x, (0, -(-x.shape[1] // 3) * 3 - x.shape[1])), x[:, :x.shape[1] // 2]
+
+    facts = ModelFacts(torch=torch.__version__, dtypes=("float32",), installed=INSTALLED, cores=2, batch_size=2, varying_shapes=True)
+    inputs = [(torch.randn(2, size),) for size in (12, 9)]
+    context = Context(torch, Calls(padded).eval(), "cpu", inputs, inputs, facts, tmp_path, 1)
+    technique.apply(context, technique.Options())
+    for size in (7, 8, 9, 10, 31):
+        x = torch.randn(2, size)
+        for got, wanted in zip(context.call(x), padded(x), strict=True):
+            assert torch.equal(got, wanted), size
+
+
+@pytest.mark.parametrize("function", [torch.maximum, torch.minimum, lambda x, y: x.clamp(min=5), lambda x, y: x.clamp(0, 2**40), lambda x, y: x.sign(),
+                                      lambda x, y: x // y, lambda x, y: x % y], ids=["maximum", "minimum", "clamp", "between", "sign", "//", "%"])
+def test_whole_numbers_of_64_bits_are_compared_as_such(function, tmp_path):
+    """ONNX Runtime takes the low half for a number with a sign: moments of the same month were compared wrongly."""
+    call = program(function, (torch.arange(1, 9), torch.arange(9, 1, -1)), onnx_runtime, tmp_path)
+    moments = torch.tensor([1_765_000_000_123, 1_766_000_000_123, 1_767_000_000_999, 1_768_000_000_000, 2**31, 3 * 10**9, -(2**31) - 5, 2**40 + 1])
+    assert torch.equal(call(moments, moments.roll(1)), function(moments, moments.roll(1)))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_negative_numbers_are_shifted_with_their_sign(technique, dtype, tmp_path):
+    x = torch.tensor([0, 1, 5, -1, -20, -(2**20), 2**20], dtype=dtype)
+    call = program(lambda x: (x >> 1, (x >> 8) & 255), (x.abs(),), technique, tmp_path)
+    for got, wanted in zip(call(x), (x >> 1, (x >> 8) & 255), strict=True):
+        assert torch.equal(got, wanted)

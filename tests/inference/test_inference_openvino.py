@@ -24,7 +24,14 @@ from torch import nn  # noqa: E402 - after the check for torch
 from saturate.errors import ArtifactDamaged, EnvironmentProblem  # noqa: E402
 from saturate.inference import structure  # noqa: E402
 from saturate.inference.formats import openvino as programs  # noqa: E402
-from saturate.inference.techniques import _onnx_int8, _openvino, openvino_bf16, openvino_int8_static, openvino_runtime  # noqa: E402
+from saturate.inference.techniques import (  # noqa: E402
+    _onnx_int8,
+    _openvino,
+    onnx_int8_static,
+    openvino_bf16,
+    openvino_int8_static,
+    openvino_runtime,
+)
 from saturate.inference.techniques._api import Context, Entry, NotApplied  # noqa: E402
 from saturate.machine import facts as machine  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
@@ -294,24 +301,65 @@ def test_a_product_written_as_a_sum_may_be_rounded() -> None:
     assert [_openvino.sums(einsum(one)) for one in ("bhid,bhjd->bhij", "ntc,nt->nc", "ii->i", "ij,jk->ik", "a b -> b a")] == [False] * 5
 
 
+class Branches(torch.nn.Module):
+    """A normalization behind branches side by side, as Inception has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = torch.nn.Conv2d(3, 4, 1), torch.nn.Conv2d(3, 4, 3, padding=1)
+        self.norm, self.last = torch.nn.BatchNorm2d(8), torch.nn.Conv2d(8, 4, 3)
+        self.norm.running_var.mul_(0.5)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.norm(torch.cat([self.one(x), self.other(x)], 1)).relu())
+
+
+class MaskedPlaces(torch.nn.Module):
+    """Convolutions, and a mean over places of which a mask hides some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.score, self.last = torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Conv2d(8, 1, 1), torch.nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Any) -> Any:
+        found = self.conv(x).relu()
+        scores = self.score(found).masked_fill(x[:, :1] < -1, -torch.inf)
+        shares = scores.flatten(2).softmax(-1)
+        return self.last((found.flatten(2) * shares).sum(-1)[..., None, None])
+
+
+@pytest.mark.parametrize("technique", [onnx_int8_static, openvino_int8_static])
+@pytest.mark.parametrize("model", [Branches, MaskedPlaces])
+def test_what_no_range_of_8_bits_holds_is_left_as_it_is(tmp_path: Path, technique: Any, model: type) -> None:
+    """OpenVINO's compiler ended the process at the first, and a range with minus infinity in it left nothing of the second."""
+    context = applied(technique, tmp_path, model(), [images(0), images(1)], [images(2), images(3)])
+    assert technique.active(context, technique.Options()).active
+    assert db(context.model(*images()), context.call(*images())) > 20
+
+
 #: Models whose sums the printed lines must leave alone as the technique does.
 PRINTED: dict[str, Callable[[], tuple[Any, Any]]] = {
     "reshaped": lambda: (Reshaped(), [batch(4), batch(4)]),
     "relu": lambda: (Images(_relu), [images(0), images(1)]),
     "joined": lambda: (Images(ENDS["joined"]), [images(0), images(1)]),
+    "branches": lambda: (Branches(), [images(0), images(1)]),
+    "masked": lambda: (MaskedPlaces(), [images(0), images(1)]),
 }
 
 
 @pytest.mark.parametrize("name", PRINTED)
 @pytest.mark.parametrize("products", [False, True])
-def test_the_printed_lines_answer_as_the_technique_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, products: bool) -> None:
+@pytest.mark.parametrize("technique", [openvino_int8_static, onnx_int8_static])
+def test_the_printed_lines_answer_as_the_technique_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, technique: Any, name: str, products: bool) -> None:
     model, batches = PRINTED[name]()
     expected = model.eval()(*batches[0])
     monkeypatch.chdir(tmp_path)
     core = programs.core()
     monkeypatch.setattr(sys.modules["openvino"], "Core", lambda: core)     # one more would leave this process a stack that has gone
     given = {"torch": torch, "model": model.requires_grad_(False), "inputs": batches[0], "calibration": batches}
-    exec(openvino_int8_static.as_code(openvino_int8_static.Options(products=products)), given)
+    exec(technique.as_code(technique.Options(products=products)), given)
     found = [torch.from_numpy(array) for array in given["model"](*batches[0])]     # type: ignore[operator]
     assert db(list(structure.flatten(torch, expected)[1]), found) > 25
 

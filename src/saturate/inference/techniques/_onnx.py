@@ -124,9 +124,10 @@ def export(context: Context, model: Any = None) -> Exported:
     try:
         with _program.kept_open(torch, program):
             made = torch.onnx.export(program.exported, (), dynamo=True, verbose=False, optimize=False, input_names=names,
-                                     custom_translation_table=_onnx_translations.translations(torch) | (_onnx_interpolation.translations(torch) if gathered else {}))
+                                     custom_translation_table=_onnx_translations.translations(torch, nodes) | (_onnx_interpolation.translations(torch) if gathered else {}))
         owners = _owners(made.model.graph)
-        made.optimize()
+        with _onnx_translations.exactly():
+            made.optimize()
         # An input that is an output as well gave its name to the output.
         for place, value in enumerate(made.model.graph.outputs):
             owners[f"output_{place}"] = owners.get(value.name, frozenset())
@@ -218,7 +219,8 @@ EXPORT_CODE = f"""\
 def named(batch):
     return {{f"input_{{place}}": x.numpy(force=True) for place, x in enumerate(tensors(batch))}}
 with torch.no_grad():               # with gradients some attention is taken apart otherwise, and does not fit any more
-    torch.onnx.export(Tensors(model), inputs, dynamo=True, input_names=list(named(inputs))).save("model.onnx")     # dynamic_shapes= for sizes that vary
+    # its optimizer takes x + 1e-8 for x; dynamic_shapes= for sizes that vary
+    torch.onnx.export(Tensors(model), inputs, dynamo=True, optimize=False, input_names=list(named(inputs))).save("model.onnx")
 """
 
 

@@ -19,6 +19,9 @@ RESHAPING = ("Expand", "Flatten", "Pad", "Reshape", "Slice", "Squeeze", "Tile", 
 #: Nodes that give the shares by which attention mixes (a mask may follow the softmax).
 SHARES = ("Softmax", "Where")
 
+#: What a mask goes into. A range of 8 bits that holds minus infinity, or a billion, holds nothing else.
+MASKED = ("Softmax", "Where")
+
 #: How static int8 chooses the range of an activation, as the quantizer calls it.
 METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 
@@ -238,6 +241,36 @@ fixed = {{tensor.name for tensor in prepared.graph.initializer}}
 kinds = {{name: node.op_type for node in prepared.graph.node for name in node.output}}
 signed = {{name: [{{"quant_type": QuantType.QInt8, "symmetric": True}}] for node in prepared.graph.node
           if node.op_type == "MatMul" and not fixed & set(node.input) for name in node.input if kinds.get(name) not in {SHARES}}}
+"""
+
+
+def apart_code(alone: str) -> str:
+    """Lines that make a list `apart` of the names of nodes that are left as they are. alone: lines that define a function of that name, which
+    says of which nodes that is true (`unrounded` of `static`)."""
+    return f"""\
+{alone}made = {{name: node for node in prepared.graph.node for name in node.output}}
+constants = {{tensor.name for tensor in prepared.graph.initializer}}
+waiting = [node for node in prepared.graph.node if alone(node)]
+apart = [node.name for node in waiting]
+while waiting:
+    for node in filter(None, map(made.get, waiting.pop().input)):
+        data = node.input[:1] if node.op_type in {RESHAPING} else node.input
+        passes_on = node.op_type == "Concat" or sum(bool(name) and name not in constants for name in data) == 1
+        if passes_on and node.op_type not in {FLOAT} and node.name not in apart:
+            apart.append(node.name)
+            waiting.append(node)
+"""
+
+
+# `read_unrounded` for them.
+UNROUNDED_CODE = """\
+int8 = onnx.load("int8.onnx")
+made = {name: node for node in int8.graph.node for name in node.output}
+for node in int8.graph.node:
+    for place, name in enumerate(node.input if node.name in apart else ()):
+        if name in made and made[name].op_type == "DequantizeLinear" and made[name].input[0] in made:
+            node.input[place] = made[made[name].input[0]].input[0]
+onnx.save(int8, "int8.onnx")
 """
 
 

@@ -5,25 +5,139 @@ Each is right at ordinary inputs, so that no comparison on a few batches shows i
 
 from __future__ import annotations
 
+import importlib
 import math
+import operator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from saturate.inference.techniques._api import NotApplied
 
-def translations(torch: Any) -> dict[Any, Any]:
-    """For the exporter, by operator."""
+#: Where the exporter's optimizer has its rules for operations that do nothing, by the age of onnxscript.
+_IDLE_RULES = ("onnxscript.rewriter.rules.common._no_op", "onnxscript.rewriter.no_op")
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Around the exporter's optimizer, which takes x + 1e-8 for x, and x * 1.00001: a division by a norm that is 0 was then one by 0. Runtimes
+    leave out by themselves what does nothing. Raises NotApplied where its rules are not found."""
+    rewriter = importlib.import_module("onnxscript.rewriter")
+    rules = getattr(rewriter, "_DEFAULT_REWRITE_RULES", None)
+    idle = next((module for name in _IDLE_RULES if (module := _imported(name)) is not None), None)
+    if not isinstance(rules, tuple) or idle is None:
+        raise NotApplied("this onnxscript leaves out small constants (x + 1e-8), and the rules that do so are not where they are known to be")
+    dropped = {id(rule) for rule in idle.rules}
+    rewriter._DEFAULT_REWRITE_RULES = tuple(rule for rule in rules if id(rule) not in dropped)      # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        rewriter._DEFAULT_REWRITE_RULES = rules         # type: ignore[attr-defined]
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def translations(torch: Any, nodes: Iterable[Any] = ()) -> dict[Any, Any]:
+    """For the exporter, by operator. nodes: of the program."""
     operators = torch.ops.aten
+    sizes = {operator.floordiv: _size_divided} if any(map(_may_be_negative, nodes)) else {}
     return {
+        **sizes,
+        operators.__rshift__.Scalar: _shifted,
         operators.atan2.default: _atan2,
+        operators.bitwise_right_shift.Tensor_Scalar: _shifted,
+        operators.clamp.default: _clamp,
         operators.div.Tensor_mode: _div,
         operators.floor_divide.default: _floor_divide,
         operators.fmod.Scalar: _fmod,
         operators.fmod.Tensor: _fmod,
         operators.log_sigmoid.default: _log_sigmoid,
         operators.logaddexp.default: _logaddexp,
+        operators.maximum.default: _maximum,
+        operators.minimum.default: _minimum,
         operators.remainder.Scalar: _remainder,
         operators.remainder.Tensor: _remainder,
         operators.scaled_dot_product_attention.default: _attention,
+        operators.sign.default: _sign,
     }
+
+
+def _may_be_negative(node: Any) -> bool:
+    """Whether a node divides a size, or what is computed of sizes, that may be below zero: -(-n // 3) is the usual ceiling."""
+    if node.target is not operator.floordiv:
+        return False
+    above = node.args[0].meta.get("val") if hasattr(node.args[0], "meta") else node.args[0]
+    expression = getattr(getattr(above, "node", None), "expr", above)
+    return not (getattr(expression, "is_nonnegative", None) or (isinstance(expression, int) and expression >= 0))
+
+
+def _size_divided(self: Any, other: Any) -> Any:
+    """The exporter rounds towards zero."""
+    from onnxscript import opset18
+
+    if isinstance(self, int):
+        self = opset18.CastLike(self, other)
+    return _divided(self, other)["floor"]
+
+
+def _shifted(self: Any, other: Any) -> Any:
+    """OpenVINO takes the sign of a negative number for one of its digits, as the exporter casts it."""
+    return _divided(self, 2**other)["floor"]
+
+
+# ONNX Runtime 1.30 compares the low halves of whole numbers of 64 bits with a sign in Max, Min, Clip and Sign, and is right in Less.
+
+
+def _clamp(self: Any, min: Any = None, max: Any = None) -> Any:
+    from onnxscript import opset18
+    from onnxscript.function_libs.torch_lib.ops.core import aten_clamp
+
+    if not _whole(self):
+        return aten_clamp(self, min, max)
+    found = self if min is None else _larger(self, opset18.CastLike(min, self))
+    return found if max is None else _smaller(found, opset18.CastLike(max, self))
+
+
+def _maximum(self: Any, other: Any) -> Any:
+    from onnxscript.function_libs.torch_lib.ops.core import aten_maximum
+
+    return _larger(self, other) if _whole(self) else aten_maximum(self, other)
+
+
+def _minimum(self: Any, other: Any) -> Any:
+    from onnxscript.function_libs.torch_lib.ops.core import aten_minimum
+
+    return _smaller(self, other) if _whole(self) else aten_minimum(self, other)
+
+
+def _sign(self: Any) -> Any:
+    from onnxscript import opset18
+
+    return _sign_of_whole(self) if _whole(self) else opset18.Sign(self)
+
+
+def _larger(one: Any, other: Any) -> Any:
+    from onnxscript import opset18
+
+    return opset18.Where(opset18.Less(one, other), other, one)
+
+
+def _smaller(one: Any, other: Any) -> Any:
+    from onnxscript import opset18
+
+    return opset18.Where(opset18.Less(other, one), other, one)
+
+
+def _sign_of_whole(value: Any) -> Any:
+    from onnxscript import opset18
+
+    zero = opset18.CastLike(0, value)
+    return opset18.Sub(opset18.CastLike(opset18.Less(zero, value), value), opset18.CastLike(opset18.Less(value, zero), value))
 
 
 def _atan2(y: Any, x: Any) -> Any:
@@ -73,7 +187,7 @@ def _remainder(self: Any, other: Any) -> Any:
 
 
 def _whole(value: Any) -> bool:
-    """Whether it holds whole numbers that float32 may not."""
+    """Whether it is known to hold whole numbers that float32 may not; of what was computed here nothing is known."""
     from onnxscript import INT32, INT64
 
     return value.dtype in (INT32.dtype, INT64.dtype)
@@ -86,7 +200,7 @@ def _divided(self: Any, other: Any) -> dict[str, Any]:
     from onnxscript import opset18
 
     other = opset18.CastLike(other, self)
-    zero, sign = opset18.CastLike(0, self), opset18.Sign(other)
+    zero, sign = opset18.CastLike(0, self), _sign_of_whole(other)
     above, below = opset18.Mul(self, sign), opset18.Abs(other)
     quotient = opset18.Div(above, below)
     quotient = opset18.Add(quotient, opset18.Div(opset18.Sub(above, opset18.Mul(quotient, below)), below))

@@ -6,6 +6,7 @@ import collections
 import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,37 +119,27 @@ def proof(context: Context, key: str, kind: str) -> Proof:
     return Proof(bool(found), f"OpenVINO executes {shown}; {sum(products.values()) - sum(found.values())} products in other types")
 
 
-# `sums`, and `_onnx_int8.before` for them.
-APART_CODE = f"""\
-def sums(node):      # OpenVINO 2026.4 sums 8-bit integers of a batch wrongly: sums, and what leads to them, stay as they are
+#: ... nor must these, where everything is quantized: its compiler ends the process at a normalization behind a concatenation of them, and see
+#: `_onnx_int8.MASKED`.
+_ALONE = ("BatchNormalization", *_onnx_int8.MASKED)
+
+
+def unrounded(products: bool) -> Callable[[Any], bool]:
+    """Which nodes read no 8-bit integers. `products`: nothing but products would."""
+    return lambda node: sums(node) or (not products and node.op_type in _ALONE)
+
+
+def unrounded_code(products: bool) -> str:
+    """The same, as lines for the user."""
+    kinds = REDUCTIONS if products else (*REDUCTIONS, *_ALONE)
+    return _onnx_int8.apart_code(f"""\
+def alone(node):     # OpenVINO 2026.4 sums 8-bit integers of a batch wrongly: sums, and what leads to them, stay as they are
     if node.op_type != "Einsum":
-        return node.op_type in {REDUCTIONS}
+        return node.op_type in {kinds}
     taken, _, answer = node.attribute[0].s.decode().partition("->")
     terms = [set(term.strip()) for term in taken.split(",")]
     return any(sum(label in term for term in terms) == 1 and label not in answer for label in set.union(*terms) - set(". "))
-made = {{name: node for node in prepared.graph.node for name in node.output}}
-constants = {{tensor.name for tensor in prepared.graph.initializer}}
-waiting = [node for node in prepared.graph.node if sums(node)]
-apart = [node.name for node in waiting]
-while waiting:
-    for node in filter(None, map(made.get, waiting.pop().input)):
-        data = node.input[:1] if node.op_type in {_onnx_int8.RESHAPING} else node.input
-        passes_on = node.op_type == "Concat" or sum(bool(name) and name not in constants for name in data) == 1
-        if passes_on and node.op_type not in {_onnx.FLOAT} and node.name not in apart:
-            apart.append(node.name)
-            waiting.append(node)
-"""
-
-# `_onnx_int8.read_unrounded` for them.
-UNROUNDED_CODE = """\
-int8 = onnx.load("int8.onnx")
-made = {name: node for node in int8.graph.node for name in node.output}
-for node in int8.graph.node:
-    for place, name in enumerate(node.input if node.name in apart else ()):
-        if name in made and made[name].op_type == "DequantizeLinear" and made[name].input[0] in made:
-            node.input[place] = made[made[name].input[0]].input[0]
-onnx.save(int8, "int8.onnx")
-"""
+""")
 
 
 def sums(node: Any) -> bool:

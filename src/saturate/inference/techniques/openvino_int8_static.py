@@ -28,7 +28,8 @@ ranges: the whole of what was seen (minmax), without its rarest values (percenti
 activations are computed in int8 as well. OpenVINO's kernels take signed integers for these, so their operands get ranges around
 zero, but for what a softmax gives. Modules that must stay in float32
 are excluded by name, and read their inputs as they were before rounding; so do sums, which OpenVINO 2026.4 computes wrongly of 8-bit
-integers where a batch has more than one sample.
+integers where a batch has more than one sample, and without `products` normalizations (its compiler crashes at some), masks and what they
+are put before: a range that holds a mask holds little else.
 
 References
 ----------
@@ -91,7 +92,8 @@ def bound(facts: ModelFacts) -> float | None:
 def apply(context: Context, options: Options) -> str:
     _openvino.needs_float32(context)
     exported, path, ranges = _onnx_int8.static(
-        context, options.method, options.products, options.reduce_range, options.batches, _openvino.sums, options.attention)
+        context, options.method, options.products, options.reduce_range, options.batches, _openvino.unrounded(options.products),
+        options.attention)
     _openvino.serve(context, exported, path, TECHNIQUE.id)
     return f"int8 with {ranges}, {context.threads} thread(s); {exported.sizes()}"
 
@@ -101,5 +103,6 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    code = _onnx_int8.static_code(options.method, options.products, options.reduce_range, _openvino.APART_CODE, options.attention)
-    return f"{code}{_openvino.UNROUNDED_CODE}{_openvino.call_code('int8.onnx')}"
+    apart = _openvino.unrounded_code(options.products)
+    code = _onnx_int8.static_code(options.method, options.products, options.reduce_range, apart, options.attention)
+    return f"{code}{_onnx_int8.UNROUNDED_CODE}{_openvino.call_code('int8.onnx')}"
