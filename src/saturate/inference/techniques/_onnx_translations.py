@@ -14,8 +14,8 @@ from typing import Any
 
 from saturate.inference.techniques._api import NotApplied
 
-#: Where the exporter's optimizer has its rules for operations that do nothing, by the age of onnxscript.
-_IDLE_RULES = ("onnxscript.rewriter.rules.common._no_op", "onnxscript.rewriter.no_op")
+#: Where the exporter's optimizer has its rules for operations that do nothing.
+_IDLE_RULES = "onnxscript.rewriter.rules.common._no_op"
 
 
 @contextmanager
@@ -23,23 +23,16 @@ def exactly() -> Iterator[None]:
     """Around the exporter's optimizer, which takes x + 1e-8 for x, and x * 1.00001: a division by a norm that is 0 was then one by 0. Runtimes
     leave out by themselves what does nothing. Raises NotApplied where its rules are not found."""
     rewriter = importlib.import_module("onnxscript.rewriter")
-    rules = getattr(rewriter, "_DEFAULT_REWRITE_RULES", None)
-    idle = next((module for name in _IDLE_RULES if (module := _imported(name)) is not None), None)
-    if not isinstance(rules, tuple) or idle is None:
-        raise NotApplied("this onnxscript leaves out small constants (x + 1e-8), and the rules that do so are not where they are known to be")
-    dropped = {id(rule) for rule in idle.rules}
+    try:
+        rules = rewriter._DEFAULT_REWRITE_RULES         # type: ignore[attr-defined]
+        dropped = {id(rule) for rule in importlib.import_module(_IDLE_RULES).rules}
+    except (ImportError, AttributeError) as error:
+        raise NotApplied("this onnxscript leaves out small constants (x + 1e-8), and the rules that do so are not where they are known to be") from error
     rewriter._DEFAULT_REWRITE_RULES = tuple(rule for rule in rules if id(rule) not in dropped)      # type: ignore[attr-defined]
     try:
         yield
     finally:
         rewriter._DEFAULT_REWRITE_RULES = rules         # type: ignore[attr-defined]
-
-
-def _imported(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
 
 
 def translations(torch: Any, nodes: Iterable[Any] = ()) -> dict[Any, Any]:
