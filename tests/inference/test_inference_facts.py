@@ -327,3 +327,18 @@ def test_precision_is_that_of_all_numbers_a_model_holds() -> None:
     weights = torch.nn.Linear(3, 3)
     for kind, known in ((torch.float64, {"float32", "float64"}), (torch.bfloat16, {"float32"}), (torch.int64, {"float32"})):
         assert facts.formats(torch.nn.Sequential(weights, Table(kind))) == known
+
+
+def test_a_branch_that_is_captured_when_the_model_runs_is_no_obstacle() -> None:
+    """torch.cond refuses branches that write to anything, and what counted the calls of layers did: "the model does not run on its inputs"."""
+    class Branches(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return torch.cond(x.sum() > 0, lambda x: self.layer(x), lambda x: x.clone(), (self.first(x),))
+
+    with torch.no_grad():
+        calls, _, written, answers = facts._watch_calls(torch, Branches().eval(), (torch.ones(2, 4),))
+    assert calls["first"] == 1 and not written and answers[0].shape == (2, 4)

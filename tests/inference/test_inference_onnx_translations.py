@@ -14,8 +14,8 @@ for name in ("onnx", "onnxruntime", "onnxscript", "openvino"):
 import torch.nn.functional as F  # noqa: E402 - after the checks for what is optional
 from torch import nn  # noqa: E402
 
-from saturate.inference.techniques import onnx_runtime, openvino_runtime  # noqa: E402
-from saturate.inference.techniques._api import Context  # noqa: E402
+from saturate.inference.techniques import _onnx_translations, onnx_runtime, openvino_runtime  # noqa: E402
+from saturate.inference.techniques._api import Context, NotApplied  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
 
 INSTALLED = {"onnx": "1.23", "onnxruntime": "1.30", "onnxscript": "0.7", "openvino": "2026.1"}
@@ -191,3 +191,17 @@ def test_negative_numbers_are_shifted_with_their_sign(technique, dtype, tmp_path
     call = program(lambda x: (x >> 1, (x >> 8) & 255), (x.abs(),), technique, tmp_path)
     for got, wanted in zip(call(x), (x >> 1, (x >> 8) & 255), strict=True):
         assert torch.equal(got, wanted)
+
+
+def test_an_exporter_whose_rules_are_elsewhere_is_not_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr(_onnx_translations, "_IDLE_RULES", "onnxscript.rewriter.no_such_rules")
+    with pytest.raises(NotApplied, match="leaves out small constants"):
+        program(torch.relu, (torch.randn(2, 3),), onnx_runtime, tmp_path)
+
+
+def test_the_exporters_optimizer_is_as_it_was_for_others(tmp_path):
+    import onnxscript.rewriter as rewriter
+
+    before = rewriter._DEFAULT_REWRITE_RULES
+    program(torch.relu, (torch.randn(2, 3),), onnx_runtime, tmp_path)
+    assert rewriter._DEFAULT_REWRITE_RULES is before
