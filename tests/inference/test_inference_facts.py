@@ -284,7 +284,7 @@ def test_why_a_model_cannot_be_exported_is_said_of_the_model() -> None:
     assert "sequences of one length" in problem and "FakeTensor" not in problem
     _, problem = facts._export(torch, Branches(), (torch.ones(2, 6),))
     assert problem.startswith("data-dependent control flow (line ") and "torch.where" in problem
-    _, problem = facts._export(torch, Distributed(), (torch.ones(2, 3),))
+    _, problem = facts._export(torch, Distributed(validate_args=True), (torch.ones(2, 3),))     # the default is the process's
     assert problem.startswith("a distribution checks its arguments (line ") and "validate_args=False" in problem
     assert facts._export(torch, Distributed(validate_args=False), (torch.ones(2, 3),)) == (True, "")
     _, problem = facts._export(torch, Breaks(), (torch.ones(2),))
