@@ -323,10 +323,13 @@ def test_later_signals_do_not_end_the_cleaning_up():
 
 def test_what_was_found_is_told_whatever_comes():
     """A second Ctrl-C while the answer was printed left none on standard output."""
+    told = []
     with one_signal_interrupts() as signals:
         signals.enough()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), number)
+            told.append(number)
+    assert told == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 def test_a_signal_while_the_answer_is_printed_costs_none_of_it(capfd, user, api, monkeypatch):

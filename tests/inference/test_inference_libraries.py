@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch")
 
-from saturate.errors import EnvironmentProblem  # noqa: E402 - after the check for torch
-from saturate.inference.formats import _program, exported  # noqa: E402
+from saturate.errors import ArtifactDamaged, EnvironmentProblem  # noqa: E402 - after the check for torch
+from saturate.inference.formats import _program, _vetting, exported, onnx  # noqa: E402
 from saturate.inference.techniques import bf16  # noqa: E402
 from saturate.inference.techniques._api import Context, Entry  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
@@ -34,7 +34,7 @@ def stored(tmp_path, monkeypatch):
     """An artifact's entry and folder, in a process that has not imported the library any more; its name, as a file that can be imported."""
     (tmp_path / "aided.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(_program, "LIBRARIES", {"aided": "aided"})
+    monkeypatch.setattr(_program, "LIBRARIES", ("aided",))
     import aided  # type: ignore[import-not-found]
 
     facts = ModelFacts(torch=torch.__version__, dtypes=("float32",), cores=1, batch_size=2)
@@ -71,7 +71,7 @@ def test_a_library_that_is_not_installed_is_named(stored, tmp_path: Path):
 
 def test_a_file_does_not_choose_what_is_imported(stored, monkeypatch):
     entry, folder = stored
-    monkeypatch.setattr(_program, "LIBRARIES", {})
+    monkeypatch.setattr(_program, "LIBRARIES", ())
     with pytest.raises(EnvironmentProblem, match="is not loaded") as refused:
         exported.load(torch, folder, Entry(entry.format, entry.files, {**entry.settings, "libraries": ["aided"]}))
     assert "aided" not in sys.modules and "torch.ops.aided.twice.default" in refused.value.cause
@@ -105,3 +105,17 @@ def test_operators_around_graphs_are_torchs_own(how, tmp_path):
     loaded = exported.load(torch, tmp_path, entry)
     for x in (torch.ones(2, 3), -torch.ones(2, 3)):
         assert torch.equal(loaded(x), (context.call or context.model)(x))
+
+
+@pytest.mark.parametrize("name", ["image.write_file.default", "image.read_file.default", "video_reader.read_video_from_file.default"])
+def test_operators_of_a_library_that_reach_into_files_are_none(name):
+    """A program may have torchvision imported; what it registers beside its layers is not for programs."""
+    assert not _vetting._names_operator(torch, f"torch.ops.{name}") and _vetting._names_operator(torch, "torch.ops.torchvision.nms.default")
+
+
+def test_an_onnx_program_is_read_as_its_runtime_reads_it(tmp_path: Path):
+    """By another name the check chose another parser, and saw another model."""
+    pytest.importorskip("onnx", reason="the extra saturate[inference]")
+    (tmp_path / "model.textproto").write_bytes(b"# nothing\n")
+    with pytest.raises(ArtifactDamaged, match="is no name of an ONNX file"):
+        onnx.stored(tmp_path, Entry("onnx", ["model.textproto"], {}))

@@ -28,16 +28,12 @@ from typing import Any
 from saturate.errors import ArtifactDamaged, EnvironmentProblem
 from saturate.inference import agreement, pickles, structure
 from saturate.inference import batches as trees
-from saturate.inference.formats import OtherSizes, _dynamic_shapes
+from saturate.inference.formats import OtherSizes, _dynamic_shapes, _tables
 from saturate.inference.techniques._api import Context, NotApplied
 
-#: Operators that pass numbers on as they are.
-_PASSES_ON = ("view", "reshape", "unsqueeze", "squeeze", "flatten", "permute", "transpose", "t", "expand", "clone", "contiguous", "alias",
-              "detach", "to", "_to_copy", "lift_fresh_copy")
-
-#: Libraries whose operators are machine code that they load when they are imported, by the name before the operator's own. What loads a
-#: program imports these and no others, whatever the artifact says.
-LIBRARIES = {"torchvision": "torchvision"}
+#: Libraries whose operators, which bear their names, are machine code that they load when they are imported. What loads a program imports
+#: these and no others, whatever the artifact says.
+LIBRARIES = ("torchvision",)
 
 #: A program remembers so many kinds of inputs that it takes.
 MOST_FITTED = 256
@@ -84,8 +80,8 @@ def capture(context: Context, model: Any = None) -> Program:
             problem = error if problem is None or not any(sizes) else problem
             continue
         _refuse_unknown(torch, exported)
-        _keep_within_tables(exported, shapes["ranges"])
-        signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes, "values": looked_up(exported),
+        _tables.keep_within(exported, shapes["ranges"])
+        signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes, "values": _tables.looked_up(exported),
                      **_libraries(exported), "why_fixed": _dynamic_shapes.why_fixed(problem)}
         return Program(exported, flat, signature, flat.classes, None if context.facts.varying_shapes else batches[0])
     if isinstance(problem, structure.NotDescribable):       # with fixed sizes too, where a size in it would be a number
@@ -108,7 +104,7 @@ def _refuse_unknown(torch: Any, exported: Any) -> None:
 def _libraries(exported: Any) -> dict[str, list[str]]:
     """The entry of a signature for libraries whose operators a program calls."""
     spaces = {getattr(node.target, "namespace", "") for graph in exported.graph_module.modules() for node in getattr(getattr(graph, "graph", None), "nodes", ())}
-    found = sorted(LIBRARIES[space] for space in spaces & set(LIBRARIES))
+    found = [library for library in LIBRARIES if library in spaces]
     return {"libraries": found} if found else {}
 
 
@@ -130,7 +126,7 @@ def library_lines(settings: dict[str, Any]) -> str:
 def _named(settings: dict[str, Any]) -> list[str]:
     """Those of `LIBRARIES` that are among what a file says."""
     said = settings.get("libraries")
-    return [library for library in LIBRARIES.values() if isinstance(said, list) and library in said]
+    return [library for library in LIBRARIES if isinstance(said, list) and library in said]
 
 
 def _without_kernel(operator: str) -> str:
@@ -243,78 +239,6 @@ def answers(exported: Any) -> list[str]:
     """The number formats of what the program returns."""
     values = next(node for node in exported.graph.nodes if node.op == "output").args[0]
     return [str(node.meta["val"].dtype).removeprefix("torch.") for node in values]
-
-
-def looked_up(exported: Any) -> list[list[int]]:
-    """Of the inputs whose numbers are looked up in a table as they are: place, and the rows of the smallest one; the least number too,
-    where torch counts negative ones from the end. It raises an error for others; programs of other runtimes count from the end, read
-    zeros, or end the process."""
-    names = list(exported.graph_signature.user_inputs)
-    found: dict[int, tuple[int, int]] = {}
-    for node in exported.graph.nodes:
-        for numbers, size, from_end in _lookups(node):
-            while numbers.op == "call_function" and str(numbers.target).split(".")[1:2] in [[name] for name in _PASSES_ON]:
-                numbers = numbers.args[0]
-            if numbers.op == "placeholder" and numbers.name in names and type(size) is int:
-                place = names.index(numbers.name)
-                rows, least = found.get(place, (size, -size))
-                found[place] = min(size, rows), max(-size if from_end else 0, least)
-    return [[place, rows, least] if least else [place, rows] for place, (rows, least) in sorted(found.items())]
-
-
-def _keep_within_tables(exported: Any, ranges: dict[str, list[int | None]]) -> None:
-    """Lower the limits of sizes that are counted through, and the numbers looked up in a table (learned positions), to what the table
-    holds. The model raises an error beyond it; torch.export knows nothing of that, and some runtimes answer."""
-    for node in exported.graph.nodes:
-        for numbers, rows, _ in _lookups(node):
-            count, first = _counted(numbers)
-            if count is None or type(rows) is not int:
-                continue
-            for symbol in count.free_symbols:
-                slope, constant = count.coeff(symbol), count.subs(symbol, 0)
-                if str(symbol) in ranges and slope.is_positive and slope.is_Integer and constant.is_Integer and count == slope * symbol + constant:
-                    limits, most = ranges[str(symbol)], int((rows - first - constant) // slope)
-                    limits[1] = most if limits[1] is None else min(limits[1], most)
-
-
-def _counted(numbers: Any) -> tuple[Any, int]:
-    """How many numbers a node counts, as an expression of sizes (None: it does not count), and from which on."""
-    first = 0
-    while numbers.op == "call_function":
-        name, arguments = str(numbers.target), numbers.args
-        if name.split(".")[1:2] in [[one] for one in _PASSES_ON]:
-            numbers = arguments[0]
-        elif name in ("aten.add.Tensor", "aten.sub.Tensor") and type(arguments[1]) is int and not numbers.kwargs:
-            first += arguments[1] if "add" in name else -arguments[1]
-            numbers = arguments[0]
-        else:
-            if not name.startswith("aten.arange.") or arguments[2:3] not in ((), (1,)):
-                return None, 0
-            start = 0 if name == "aten.arange.default" else arguments[0]
-            count = getattr(numbers.meta["val"].shape[0], "node", None)         # None: a number, and no size
-            return (None, 0) if count is None or type(start) is not int else (count.expr, first + start)
-    return None, 0
-
-
-def _lookups(node: Any) -> list[tuple[Any, Any, bool]]:
-    """(the numbers, among how many entries they choose, whether negative ones count from the end) of a node of a graph."""
-    kind, arguments = str(node.target), node.args
-    if kind == "aten.embedding.default" or kind.startswith("aten.embedding_bag."):
-        return [(arguments[1], arguments[0].meta["val"].shape[0], False)]
-    if kind in ("aten.index_select.default", "aten.gather.default"):
-        return [(arguments[2], _size(arguments[0], arguments[1]), False)]
-    if kind == "aten.one_hot.default" and len(arguments) > 1 and arguments[1] != -1:        # -1: as many as there are
-        return [(arguments[0], arguments[1], False)]
-    if kind == "aten.index.Tensor":
-        chosen = [(one, dimension) for dimension, one in enumerate(arguments[1]) if one is not None]
-        if all(str(one.meta["val"].dtype) in ("torch.int64", "torch.int32") for one, _ in chosen):      # a mask has no numbers
-            return [(one, _size(arguments[0], dimension), True) for one, dimension in chosen]
-    return []
-
-
-def _size(node: Any, dimension: int) -> Any:
-    shape = node.meta["val"].shape
-    return shape[dimension] if shape else 1
 
 
 def _flat_module(torch: Any, model: Any, description: Any) -> Any:

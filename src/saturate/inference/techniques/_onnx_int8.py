@@ -16,11 +16,9 @@ from saturate.records.inference import ModelFacts
 #: Nodes whose first input is what they pass on; the others say in which shape, and may be computed.
 RESHAPING = ("Expand", "Flatten", "Pad", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze")
 
-#: Nodes that give the shares by which attention mixes (a mask may follow the softmax).
+#: Nodes that give the shares by which attention mixes (a mask may follow the softmax). What goes into them may hold a mask, and a range of 8
+#: bits that holds minus infinity, or a billion, holds nothing else.
 SHARES = ("Softmax", "Where")
-
-#: What a mask goes into. A range of 8 bits that holds minus infinity, or a billion, holds nothing else.
-MASKED = ("Softmax", "Where")
 
 #: How static int8 chooses the range of an activation, as the quantizer calls it.
 METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}

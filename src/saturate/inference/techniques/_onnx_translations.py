@@ -1,4 +1,5 @@
-"""Operators for which the ONNX exporter's own translation answers otherwise than torch at some inputs, translated here.
+"""Where the ONNX exporter, or a runtime behind it, answers otherwise than torch at some inputs: operators, translated here, and what its
+optimizer leaves out.
 
 Each is right at ordinary inputs, so that no comparison on a few batches shows it.
 """
@@ -35,7 +36,7 @@ def exactly() -> Iterator[None]:
         rewriter._DEFAULT_REWRITE_RULES = rules         # type: ignore[attr-defined]
 
 
-def translations(torch: Any, nodes: Iterable[Any] = ()) -> dict[Any, Any]:
+def translations(torch: Any, nodes: Iterable[Any]) -> dict[Any, Any]:
     """For the exporter, by operator. nodes: of the program."""
     operators = torch.ops.aten
     sizes = {operator.floordiv: _size_divided} if any(map(_may_be_negative, nodes)) else {}

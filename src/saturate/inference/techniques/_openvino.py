@@ -120,8 +120,8 @@ def proof(context: Context, key: str, kind: str) -> Proof:
 
 
 #: ... nor must these, where everything is quantized: its compiler ends the process at a normalization behind a concatenation of them, and see
-#: `_onnx_int8.MASKED`.
-_ALONE = ("BatchNormalization", *_onnx_int8.MASKED)
+#: `_onnx_int8.SHARES`.
+_ALONE = ("BatchNormalization", *_onnx_int8.SHARES)
 
 
 def unrounded(products: bool) -> Callable[[Any], bool]:

@@ -83,7 +83,7 @@ def bound(facts: ModelFacts) -> float | None:
 def apply(context: Context, options: Options) -> str:
     exported, path, ranges = _onnx_int8.static(
         context, options.method, options.products, options.reduce_range, options.batches,
-        lambda node: not options.products and node.op_type in _onnx_int8.MASKED)
+        lambda node: not options.products and node.op_type in _onnx_int8.SHARES)
     _onnx.serve(context, exported, path, TECHNIQUE.id)
     return f"int8 with {ranges}, {context.threads} thread(s); {exported.sizes()}"
 
@@ -93,6 +93,6 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    apart = "" if options.products else _onnx_int8.apart_code(f"def alone(node):\n    return node.op_type in {_onnx_int8.MASKED}\n")
+    apart = "" if options.products else _onnx_int8.apart_code(f"def alone(node):\n    return node.op_type in {_onnx_int8.SHARES}\n")
     code = _onnx_int8.static_code(options.method, options.products, options.reduce_range, apart)
     return f"{code}{_onnx_int8.UNROUNDED_CODE * bool(apart)}{_onnx.call_code('int8.onnx')}"
