@@ -15,10 +15,10 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from saturate import notices
 from saturate.errors import UsageError
 from saturate.inference.generation.cache import StaticCache
 from saturate.inference.wrapped import unwrapped
@@ -93,7 +93,6 @@ class CachedDecoder:
         self._cache: StaticCache | None = None
         self._compiled = None if compile_mode is None else _compiled(torch, call, compile_mode)
         self._met: set[tuple[Any, ...]] = set()         # shapes that were compiled
-        self._told = False
 
     def start(self, rows: int, capacity: int) -> None:
         window = self.window if self.window is not None and capacity > self.window else None
@@ -117,11 +116,10 @@ class CachedDecoder:
         """Whether there is a compiled step for this shape, or may be one more."""
         assert self._cache is not None
         key = (*shape, self._cache.capacity, self._cache.near is not None)
-        if key not in self._met and len(self._met) < _MOST_SHAPES:
+        if len(self._met) < _MOST_SHAPES:
             self._met.add(key)
-        elif key not in self._met and not self._told:
-            self._told = True
-            warnings.warn(f"{self.name} met more than {_MOST_SHAPES} shapes: steps of others are not compiled", stacklevel=2)
+        if key not in self._met:
+            notices.tell_once(f"saturate: {self.name} met more than {_MOST_SHAPES} shapes: steps of others are not compiled\n")
         return key in self._met
 
 
