@@ -225,6 +225,36 @@ def test_a_result_of_a_cpu_without_vnni_says_so(tmp_path: Path, monkeypatch: pyt
     assert said in (tmp_path / "run" / "result.json").read_text()
 
 
+def test_a_check_that_breaks_in_the_middle_ends_the_search_and_rejects_nothing(tmp_path: Path) -> None:
+    """Its data is gone, for one: that was held against each candidate, and what one had shown was never looked at again."""
+    pytest.importorskip("torchao", reason="the extra saturate[inference]")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)).eval()
+    data = tmp_path / "data.pt"
+    x = torch.randn(40, 16)
+    torch.save((x, model(x).argmax(1)), data)
+    calls = itertools.count(1)
+
+    def check(run: Any) -> Any:
+        if next(calls) == 4:                # the first three are about the model
+            data.rename(tmp_path / "elsewhere.pt")
+        x, labels = torch.load(data)
+        return run(x).argmax(1) == labels
+
+    def search() -> Any:
+        return saturate.optimize(model, [(torch.randn(8, 16, generator=torch.Generator().manual_seed(1)),)] * 4, check=check, threads=1,
+                                 only="torchao-dynamic-int8", time="60s", workdir=tmp_path / "run", progress=lambda text: None)
+
+    with pytest.raises(CheckUnusable, match="the check works no more: .*data.pt") as caught:
+        search()
+    record = caught.value.record            # type: ignore[attr-defined]
+    assert not [one for one in record.candidates if one.fate.startswith("rejected")], record.candidates
+    assert record.verdict == "inconclusive" and record.notes[0].startswith("the check works no more")
+    (tmp_path / "elsewhere.pt").rename(data)
+    row = next(one for one in search().record.candidates if one.id.startswith("torchao-dynamic-int8"))
+    assert row.accuracy is not None or row.fate == "slower", row
+
+
 @pytest.mark.parametrize("answer", [torch.full((4, 2), float("nan")), torch.zeros(0, 2)])
 def test_a_model_that_answers_with_no_number_is_named(answer: Any) -> None:
     lab = SimpleNamespace(facts=None, threads=1, observe=lambda worker: None, reference=[[answer]], again=[[answer]])

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from saturate.errors import CheckUnusable
 from saturate.inference import samples
 from saturate.inference.accuracy import Budget
-from saturate.inference.checking import scored
+from saturate.inference.checking import of_candidate, scored
 from saturate.inference.controls import controls
 from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.jury import Jury
@@ -102,6 +103,44 @@ def test_a_model_that_fails_is_not_blamed_on_the_check_even_where_it_is_caught()
         assert found.problem is not None and found.problem.kind == "run" and found.scores is None
         with pytest.raises(OSError, match="gone"):
             found.required()
+
+
+def breaks_at(*calls):
+    """`right`, but for some of its calls."""
+    count = itertools.count(1)
+
+    def check(run):
+        scores = right(run)
+        if next(count) in calls:
+            raise FileNotFoundError("the labels are gone")
+        return scores
+
+    return check
+
+
+def test_a_check_that_breaks_by_itself_is_not_held_against_a_candidate():
+    asked = []
+
+    @contextlib.contextmanager
+    def model():
+        asked.append("model")
+        yield run
+
+    assert of_candidate(right, run, model).scores is not None and not asked, "the model is only asked where something is wrong"
+    assert of_candidate(breaks_at(1), run, model).scores is not None and asked == ["model"]
+    with pytest.raises(CheckUnusable, match="works no more: the check raised FileNotFoundError: the labels are gone") as caught:
+        of_candidate(breaks_at(1, 2), run, model)
+    assert "the model itself" in caught.value.cause and "FileNotFoundError" in caught.value.evidence
+    found = of_candidate(breaks_at(1, 3), run, model)
+    assert found.problem is not None and found.problem.kind == "raised", "the model has a score, and this one has none, twice"
+
+
+def test_a_model_that_fails_is_asked_for_no_more_than_once():
+    def broken(x):
+        raise OSError("the process is gone")
+
+    found = of_candidate(right, broken, lambda: pytest.fail("nobody has to look at the model again"))
+    assert found.problem is not None and found.problem.kind == "run"
 
 
 def test_a_process_that_a_check_forks_ends_there():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,6 +239,30 @@ def test_a_disturbed_model_is_brought_back_and_nothing_else_changes(tmp_path: Pa
     assert all(torch.equal(one, other) for one, other in zip(student.state_dict().values(), twin.state_dict().values())), "not reproducible"
 
 
+class Masked(nn.Module):
+    """A model that rules classes out: minus infinity in its answers."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("ruled_out", torch.arange(10) == 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.model(x).masked_fill(self.ruled_out, -torch.inf)
+
+
+@pytest.mark.parametrize("targets", [True, False])
+def test_a_model_that_rules_classes_out_is_brought_back_too(tmp_path: Path, targets: bool) -> None:
+    """Its answers had no distance to each other: it was refused as one whose outputs are not finite."""
+    allowed = [(x[y != 3], y[y != 3]) for x, y in data()["train"]]
+    train = Train(allowed, functional.cross_entropy, learning_rate=1e-3, epochs=3)
+    here = context(tmp_path, Masked(trained()), train=train if targets else None)
+    student = Masked(disturbed())
+    found = recover(here, student)
+    assert found.after < 0.7 * found.before < math.inf
+    assert all(bool(parameter.isfinite().all()) for parameter in student.parameters())
+
+
 def test_it_works_where_gradients_are_off(tmp_path: Path) -> None:
     with torch.no_grad():
         assert recover(context(tmp_path), disturbed()).steps == 60
@@ -373,6 +398,12 @@ def test_the_distance_follows_the_target() -> None:
     assert _training._class_dimension(torch, images[0], images[2]) == 1
     assert _training._class_dimension(torch, words[0], words[2]) == _training._class_dimension(torch, words[0], words[2].flatten()) == 2
     assert _training._class_dimension(torch, scores, None) is None
+    ruled_out = torch.arange(5) == 2
+    masked = [tensor.masked_fill(ruled_out, -torch.inf) for tensor in (scores, taught)]
+    left = [tensor[:, ~ruled_out] for tensor in (scores, taught)]
+    for target in (classes, torch.randn(6, 5)):
+        torch.testing.assert_close(_training.distance(torch, *masked, target), _training.distance(torch, *left, target))
+    assert not _training.distance(torch, masked[0], taught, classes).isfinite(), "a student may not rule out what the teacher does not"
     answers = [{"logits": tensor, "hidden": torch.randn(6, 9)} for tensor in (scores, taught)]
     torch.testing.assert_close(_training.distance(torch, *answers, classes), expected)
     assert _training.distance(torch, scores, taught[:3], classes) is None

@@ -185,6 +185,17 @@ def test_whole_numbers_of_64_bits_are_compared_as_such(function, tmp_path):
 
 
 @BOTH
+@pytest.mark.parametrize("function", [
+    lambda x: x.clamp(min=0), lambda x: x.clamp(min=-0.5), lambda x: x.clamp(max=1), lambda x: torch.clamp_min(x, 0.5), lambda x: torch.clamp_max(x, 0.5),
+    lambda x: x.clamp(min=x.new_tensor(0.25)), lambda x: x.clamp(-1, 1)], ids=["zero", "min", "max", "clamp_min", "clamp_max", "tensor", "both"])
+def test_infinities_pass_a_bound_on_the_other_side(technique, function, tmp_path):
+    """They became the largest finite number."""
+    call = program(function, (torch.randn(2, 5),), technique, tmp_path)
+    x = torch.tensor([[torch.inf, -torch.inf, 0.0, 1.5, -1.5]]).expand(2, 5).contiguous()
+    assert torch.equal(call(x), function(x))
+
+
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_negative_numbers_are_shifted_with_their_sign(technique, dtype, tmp_path):
     x = torch.tensor([0, 1, 5, -1, -20, -(2**20), 2**20], dtype=dtype)

@@ -175,6 +175,31 @@ def test_functions_and_sums_with_numbers_are_no_obstacle(tmp_path: Path) -> None
     assert decibels(where.model(*where.inputs[0]), served(*where.inputs[0])) > 20
 
 
+class Precise(nn.Module):
+    """A table of float64 beside layers of float32, and a product and a sum in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.exact = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 4).double()
+        self.register_buffer("table", torch.linspace(0.5, 2, 8, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(nn.functional.relu(self.first((x * self.table).float()))).double()
+        return x + self.exact(x)
+
+
+def test_only_what_is_float32_is_rounded(tmp_path: Path) -> None:
+    """A model with one number of another format was refused as a whole."""
+    torch.manual_seed(0)
+    where = context(tmp_path, Precise(), torch.randn(2, 8), facts={"dtypes": ("float32", "float64")})
+    assert _pt2e.refusal(where.facts) is None or "compiler" in _pt2e.refusal(where.facts).reason
+    served, graph = graph_of(where)
+    assert _pt2e.quantized(graph) == 2
+    answer = served(*where.inputs[0])
+    assert answer.dtype == torch.float64 and decibels(where.model(*where.inputs[0]), answer) > 15
+    assert "float16" in _pt2e.refusal(dataclasses.replace(where.facts, dtypes=("float16",))).reason
+
+
 class Overwriting(nn.Module):
     """Activations in place, whose result nobody takes: the tensor that was given has changed."""
 

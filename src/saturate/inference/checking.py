@@ -1,7 +1,7 @@
 """The user's check on a candidate: `scored` runs `check(run)` and turns whatever happens into data, scores or a problem with a name.
 
 It remembers which samples the check used (calibration data must not be among them) and what the answers were. Whether a check can judge at
-all is asked in `controls`.
+all is asked in `controls`; `of_candidate` asks whether it still can.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
+from saturate.errors import CheckUnusable
 from saturate.inference import samples, users_code
 from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.samples import Seen
@@ -100,6 +102,25 @@ def scored(check: Check, run: Callable[..., Any], metric: str | None = None, *, 
                                         "a check gets run, which has the model's signature: answer = run(*inputs)")
     return Scored(scores, problem, recorder.samples, recorder.asked.hex(), recorder.answers.hex(),
                   recorder.calls, printed.text(), time.monotonic() - start, recorder.failure, recorder.fractions)
+
+
+def of_candidate(check: Check, run: Callable[..., Any], model: Callable[[], AbstractContextManager[Callable[..., Any]]],
+                 metric: str | None = None) -> Scored:
+    """`scored`, on a candidate. Where the check ends by itself, it is asked for the model once more (`model`: its `run`, in a process of
+    its own), and then for the candidate again: what is out of order by now, data that is gone for one, is not held against that.
+
+    Raises CheckUnusable where the check has no score for the model any more.
+    """
+    found = scored(check, run, metric)
+    if found.problem is None or found.problem.kind == "run":
+        return found
+    with model() as own:
+        again = scored(check, own, metric)
+    if again.problem is not None:
+        raise CheckUnusable(f"the check works no more: {again.problem.what}", cause="that happens with the model itself, for which it worked before",
+                            evidence=again.output[-2000:], remedy="look at what it depends on (files, memory, services), and give the same command "
+                                                                  "again, with the same workdir: what was found is known there")
+    return scored(check, run, metric)
 
 
 class _Recorder:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from saturate.errors import EnvironmentProblem
+from saturate.errors import CheckUnusable, EnvironmentProblem
 from saturate.inference.confirm import Confirmed, contenders
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.phases import Phases
@@ -56,7 +56,7 @@ class Ending:
             interruption.add_note(note)         # a traceback shows it
             self._attach(interruption, note)
             raise
-        except EnvironmentProblem as problem:
+        except (CheckUnusable, EnvironmentProblem) as problem:
             self._attach(problem, f"{problem.message}: {problem.cause}")
             raise
         except WorkerFailed as failure:

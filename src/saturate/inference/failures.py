@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Literal
+
+from saturate.errors import EnvironmentProblem
 
 Kind = Literal["not_applied", "not_made", "other_sizes", "failed", "out_of_memory", "timeout", "disk_full"]
 
@@ -25,6 +28,13 @@ class WorkerFailed(Exception):
 
 class CheckFailed(Exception):
     """The check gave no scores for a candidate; the message says why."""
+
+
+def no_model(error: WorkerFailed, folder: Path) -> EnvironmentProblem:
+    """A fresh process of the model itself does not live, although others did."""
+    return EnvironmentProblem("the model's own process ended, and another one does not live either", cause=str(error),
+                              remedy="look for what ends processes here (memory, other users), and give the same command again: with "
+                                     f"workdir={str(folder)!r} it goes on from here")
 
 
 def first_words(text: str) -> str:

@@ -21,7 +21,7 @@ from saturate.inference import artifact, batches, checking, confirm, guards, sam
 from saturate.inference.accuracy import Budget, Judgement
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import NotStored
-from saturate.inference.failures import WorkerFailed
+from saturate.inference.failures import WorkerFailed, no_model
 from saturate.inference.journal import Journal, key_of, turn, turns_of
 from saturate.inference.jury import Jury
 from saturate.inference.process import Worker
@@ -300,13 +300,24 @@ class Lab:
         return lambda *inputs, **named: worker.run(*batches.by_place(self.signature, inputs, named))
 
     def score(self, worker: Worker) -> Scores | None:
-        """The check on a worker; None where there is no check."""
+        """The check on a worker; None where there is no check. Raises CheckFailed where that has no scores for it, and CheckUnusable where
+        it has none for the model either, any more."""
         if self.check is None or self.jury is None:
             return None
-        found = checking.scored(self.check, self.run_of(worker), self.jury.budget.metric)
+        found = checking.of_candidate(self.check, self.run_of(worker), self._model_again, self.jury.budget.metric)
         scores = found.required()
         # Whole numbers, such as classes, are often the same although the model is another one.
         return dataclasses.replace(scores, identical=found.fractions and found.answers == self.jury.answers)
+
+    @contextmanager
+    def _model_again(self) -> Iterator[Callable[..., Any]]:
+        """The model itself, in a fresh process. Raises EnvironmentProblem where none lives."""
+        try:
+            worker = self.baseline()
+        except WorkerFailed as error:
+            raise no_model(error, self.folder) from error
+        with worker:
+            yield self.run_of(worker)
 
     def judge(self, scores: Scores) -> Judgement:
         """By the samples of the selection."""

@@ -76,7 +76,7 @@ class Result:
         if self._best is None:
             if self.record.artifact is None:        # also where the best so far is stored, and nothing was confirmed
                 over = self.record.baseline.fate == "over_limit"
-                raise NothingFaster(f"nothing {'that keeps the limits' if over else 'faster'} was found, so there is no artifact", cause=self._why(),
+                raise NothingFaster(f"nothing that {self._better()} was found, so there is no artifact", cause=self._why(),
                                     remedy=f"{'other limits, or more time' if over else 'use the model as it is'}; result.table() says what was tried")
             self._best = artifact.load(self.record.artifact)
         return self._best
@@ -91,6 +91,11 @@ class Result:
         from saturate.report import inference_words
 
         return inference_words.why_nothing(self.record)
+
+    def _better(self) -> str:
+        from saturate.report import inference_words
+
+        return inference_words.better(self.record)
 
     def __repr__(self) -> str:
         from saturate.report import inference as report
@@ -121,8 +126,8 @@ class Result:
         winner. Where the model itself passes a limit, it may be slower than the model. `time`: how long it may take ("20m", or seconds),
         beside storing and loading. The result itself stays as it is.
 
-        Raises UsageError where the search had no check or the time is none, and NothingFaster where nothing is shown to be of use within
-        that budget, and EnvironmentProblem where another search works in the folder by now, or has.
+        Raises UsageError where the search had no check or the time is none, NothingFaster where nothing is shown to be of use within
+        that budget, CheckUnusable where the check works no more, and EnvironmentProblem where another search works in the folder by now, or has.
         """
         if self._lab.budget is None:
             raise UsageError("pick needs a search with a check", remedy="optimize(model, inputs, check=..., budget=...)")
@@ -143,8 +148,7 @@ class Result:
         best = best_of(won, won if won is not None and won.found.candidate.lossless else None, final, None,
                        "another budget's choice is raced against the model alone")
         if won is None or best is None:
-            use = "keep the limits" if search.over else "be faster"
-            raise NothingFaster(f"nothing that was tried is shown to {use} within a drop of {max_drop:g}", cause=_closest(search),
+            raise NothingFaster(f"of nothing that was tried it is shown that it {self._better()} within a drop of {max_drop:g}", cause=_closest(search),
                                 remedy="result.table() says what was tried; more time may decide what is open: pick(max_drop, time=1200)")
         artifact.confirm(won.artifact, best)
         return artifact.load(won.artifact)

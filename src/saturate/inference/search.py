@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from saturate.errors import EnvironmentProblem
 from saturate.inference import guards, order, plan, racing
 from saturate.inference.accuracy import Judgement
 from saturate.inference.candidates import Candidate
-from saturate.inference.failures import CheckFailed, WorkerFailed
+from saturate.inference.failures import CheckFailed, WorkerFailed, no_model
 from saturate.inference.limits import model_over_limit, surely_over_limit, too_few_calls
 from saturate.inference.repair import Repair
 from saturate.inference.scores import Scores
@@ -326,9 +325,7 @@ class Search:
             self._lane.renew(self.lab.baseline)
             self._lane.run()
         except WorkerFailed as error:
-            raise EnvironmentProblem("the model's own process ended, and another one does not live either", cause=str(error),
-                                     remedy="look for what ends processes here (memory, other users), and give the same command again: with "
-                                            f"workdir={str(self.lab.folder)!r} it goes on from here") from error
+            raise no_model(error, self.lab.folder) from error
 
     def _measure(self, worker: Any, found: Tried) -> None:
         """Fill in what a living process shows."""

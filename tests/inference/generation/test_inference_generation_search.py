@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason="generation needs torch")
 
 import generation_models as toys  # noqa: E402
 
-from saturate.errors import EnvironmentProblem, UsageError  # noqa: E402
+from saturate.errors import CheckUnusable, EnvironmentProblem, UsageError  # noqa: E402
 from saturate.inference.accuracy import Judgement  # noqa: E402
 from saturate.inference.failures import WorkerFailed  # noqa: E402
 from saturate.inference.generation import (  # noqa: E402
@@ -179,10 +179,32 @@ def test_a_process_that_ends_in_the_check_is_no_wrong_answer(monkeypatch):
     judge = judging.Judge.__new__(judging.Judge)
     judge.check, judge.budget, judge.jury = (lambda run: [1.0]), Budget(max_drop=0.1), Jury(read(1.0), Budget(max_drop=0.1))
     killed = WorkerFailed("failed", "ended by signal 9", outside=True)
-    monkeypatch.setattr(judging, "scored", lambda *rest: SimpleNamespace(scores=None, problem=SimpleNamespace(what="run"), failure=killed))
+    monkeypatch.setattr(judging, "of_candidate", lambda *rest: SimpleNamespace(scores=None, problem=SimpleNamespace(what="run"), failure=killed))
     row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.5)
     with pytest.raises(WorkerFailed, match="signal 9"):
         judge._scored(row, None, "dominated", "", False)
+
+
+def test_a_check_that_breaks_is_asked_for_the_plain_loop_again():
+    """A way was rejected, for good, because the file of the references was gone."""
+    started = []
+
+    @contextlib.contextmanager
+    def running(recipe, batch, request):
+        started.append(recipe)
+        yield SimpleNamespace(prepare=lambda rows, request: SimpleNamespace(tokens=rows))
+
+    def check(run):
+        run([[1]] * 40)
+        raise FileNotFoundError("references.txt")
+
+    judge = judging.Judge(SimpleNamespace(model=None), SimpleNamespace(running=running), [[[1]] * 100], [], decode.Request(1), None, check,
+                          Budget(max_drop=0.1), remembered.Memory().turn, Jury(read([1.0] * 40), Budget(max_drop=0.1)))
+    row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.5)
+    host = SimpleNamespace(prepare=lambda rows, request: SimpleNamespace(tokens=rows))
+    with pytest.raises(CheckUnusable, match="works no more.*references.txt"):
+        judge._scored(row, host, "dominated", "", False)
+    assert started == [module.PLAIN]
 
 
 def test_a_search_on_another_device_begins_anew():
@@ -444,7 +466,7 @@ def test_an_undecided_check_does_not_hide_an_undecided_race(monkeypatch, raced, 
     judge = judging.Judge.__new__(judging.Judge)
     judge.check, judge.budget = (lambda run: [1.0]), Budget(max_drop=0.1)
     judge.jury = SimpleNamespace(judge=lambda scores, turn: Judgement(verdict, 0.0, None, None, None, "a drop of 0.00"))
-    monkeypatch.setattr(judging, "scored", lambda *rest: SimpleNamespace(scores=read(1.0), problem=None, failure=None))
+    monkeypatch.setattr(judging, "of_candidate", lambda *rest: SimpleNamespace(scores=read(1.0), problem=None, failure=None))
     row = GenerationCandidate(id="int8", numerics="precision", fate="not_tried", reason="", speedup=1.01)
     found = judge._scored(row, None, raced, "8 rounds do not tell", False)
     assert found.fate == fate and found.reason.endswith("8 rounds do not tell")

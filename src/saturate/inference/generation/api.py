@@ -23,7 +23,7 @@ from saturate.inference.generation.host import Served, Yard
 from saturate.inference.generation.models import Adapter
 from saturate.inference.generation.recipe import Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
-from saturate.inference.generation.search import KINDS, PLAIN, Search
+from saturate.inference.generation.search import KINDS, Search
 from saturate.inference.journal import Journal, rests
 from saturate.inference.modes import evaluating
 from saturate.inference.phases import Phases

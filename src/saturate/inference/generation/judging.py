@@ -5,14 +5,15 @@ Lossless ways must give the same greedy tokens. Ways that change numbers need a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from saturate.inference.accuracy import Budget
-from saturate.inference.checking import scored
+from saturate.inference.checking import of_candidate
 from saturate.inference.controls import controls
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.generation import measure
@@ -21,7 +22,7 @@ from saturate.inference.generation.conclusion import THRESHOLD, race_words, spec
 from saturate.inference.generation.decode import Batch, Loop, Request
 from saturate.inference.generation.host import Host, Yard
 from saturate.inference.generation.prompts import as_lists
-from saturate.inference.generation.recipe import Given, Recipe
+from saturate.inference.generation.recipe import PLAIN, Given, Recipe
 from saturate.inference.generation.sampling import GREEDY
 from saturate.inference.jury import Jury
 from saturate.measure.race import Estimate, Limits, verdict
@@ -122,11 +123,17 @@ class Judge:
             answers += host.prepare(rows[at:at + size], asked).tokens       # untimed, and of other shapes
         return answers
 
+    @contextmanager
+    def _model_again(self) -> Iterator[Callable[..., Any]]:
+        """The plain loop, in a fresh process."""
+        with self.yard.running(PLAIN, self.selection[0], self.request) as host:
+            yield lambda prompts: self._run(host, prompts)
+
     def _scored(self, record: GenerationCandidate, host: Host, fate: Fate, reason: str,
                 confirming: bool) -> GenerationCandidate:
         """A way that changes numbers: by the user's check, on the samples of the selection or of the confirmation."""
         assert self.check is not None and self.budget is not None and self.jury is not None
-        answer = scored(self.check, lambda prompts: self._run(host, prompts), self.budget.metric)
+        answer = of_candidate(self.check, lambda prompts: self._run(host, prompts), self._model_again, self.budget.metric)
         if isinstance(answer.failure, WorkerFailed):
             raise answer.failure
         if answer.scores is None:

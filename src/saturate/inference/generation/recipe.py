@@ -27,6 +27,10 @@ class Recipe:
     may_stop: bool = True
 
 
+#: One token per forward, as the model came.
+PLAIN = Recipe()
+
+
 @dataclass(frozen=True)
 class Given:
     """The user's models, and how they are called. tokenizers: (target's, draft's) as mappings from text to number."""

@@ -24,7 +24,7 @@ from saturate.inference.generation.conclusion import THRESHOLD, TIME_OVER, no_ti
 from saturate.inference.generation.decode import Batch, Loop, Request
 from saturate.inference.generation.host import Host, Refused, Yard
 from saturate.inference.generation.judging import Batches, Judge
-from saturate.inference.generation.recipe import LOOKUP, MODEL, Given, Recipe
+from saturate.inference.generation.recipe import LOOKUP, MODEL, PLAIN, Given, Recipe
 from saturate.inference.generation.remembered import Memory
 from saturate.inference.phases import Phases
 from saturate.measure.race import estimate, look_confidence, verdict
@@ -45,8 +45,6 @@ _LEAST_CONFIRM_S = 10.0
 
 #: So many ways are confirmed at most, the best first: each starts processes anew.
 _MOST_CONFIRMED = 3
-
-PLAIN = Recipe()
 
 _with = msgspec.structs.replace
 

@@ -46,6 +46,8 @@ def translations(torch: Any, nodes: Iterable[Any]) -> dict[Any, Any]:
         operators.atan2.default: _atan2,
         operators.bitwise_right_shift.Tensor_Scalar: _shifted,
         operators.clamp.default: _clamp,
+        operators.clamp_max.default: lambda self, max: _clamp(self, None, max),
+        operators.clamp_min.default: lambda self, min: _clamp(self, min),
         operators.div.Tensor_mode: _div,
         operators.floor_divide.default: _floor_divide,
         operators.fmod.Scalar: _fmod,
@@ -88,11 +90,14 @@ def _shifted(self: Any, other: Any) -> Any:
 
 
 def _clamp(self: Any, min: Any = None, max: Any = None) -> Any:
+    """Clip without one of its bounds takes the largest finite number for it, so that infinities become finite."""
     from onnxscript import opset18
     from onnxscript.function_libs.torch_lib.ops.core import aten_clamp
 
     if not _whole(self):
-        return aten_clamp(self, min, max)
+        if max is None:
+            return opset18.Relu(self) if isinstance(min, int | float) and min == 0 else opset18.Max(self, opset18.CastLike(min, self))
+        return opset18.Min(self, opset18.CastLike(max, self)) if min is None else aten_clamp(self, min, max)
     found = self if min is None else _larger(self, opset18.CastLike(min, self))
     return found if max is None else _smaller(found, opset18.CastLike(max, self))
 

@@ -77,9 +77,8 @@ def refusal(facts: ModelFacts) -> Ineligible | None:
         return Ineligible(f"torch.export does not take the model: {facts.export_problem}")
     if (why := no_program(facts)) is not None:
         return Ineligible(why)
-    narrow = [name for name in facts.dtypes if name != "float32"]
-    if narrow:
-        return Ineligible(f"parameters are {', '.join(narrow)}; these kernels round float32")
+    if facts.dtypes and "float32" not in facts.dtypes:
+        return Ineligible(f"parameters are {', '.join(facts.dtypes)}; these kernels round float32")
     return None
 
 
@@ -269,7 +268,8 @@ def _label(torch: Any, graph: Any, context: Context, recipe: Recipe) -> int:
             continue
         source: Any = name
         if name in PRODUCTS:
-            if not (_kept(node, context) or (recipe.dynamic and name != "aten.linear.default")):
+            floating = not _float32(torch, node) or (recipe.dynamic and name != "aten.linear.default")
+            if not (floating or _kept(node, context)):
                 source = getattr(torch.nn, PRODUCTS[name])
                 found += 1
         elif _activation(name) in LAYERS:
@@ -296,8 +296,15 @@ def _kept(node: Any, context: Context) -> bool:
 def _of_two_tensors(torch: Any, node: Any) -> bool:
     """Whether a sum is one of two different tensors of the same shape, which an integer kernel can take along."""
     values = [getattr(value, "meta", {}).get("val") for value in node.args]
-    return (len(node.args) == 2 and not node.kwargs and node.args[0] is not node.args[1]
+    return (len(node.args) == 2 and not node.kwargs and node.args[0] is not node.args[1] and _float32(torch, node)
             and all(isinstance(value, torch.Tensor) for value in values) and values[0].shape == values[1].shape)
+
+
+def _float32(torch: Any, node: Any) -> bool:
+    """Whether all tensors that an operator takes and gives are of the format that integer kernels round. A model may hold others,
+    such as a table of float64."""
+    values = [getattr(value, "meta", {}).get("val") for value in (node, *node.args)]
+    return all(value.dtype == torch.float32 for value in values if isinstance(value, torch.Tensor))
 
 
 def _separate(torch: Any, graph: Any) -> None:

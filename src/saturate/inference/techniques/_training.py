@@ -276,11 +276,15 @@ def _divergence(torch: Any, one: Any, other: Any, dim: int) -> Any:
     if bool((other >= 0).all()) and torch.allclose(other.sum(dim), torch.ones_like(other.sum(dim)), atol=1e-3):
         one, other = one.clamp_min(1e-9).log(), other.clamp_min(1e-9).log()     # probabilities already
     student, teacher = one.log_softmax(dim), other.log_softmax(dim)
-    return (teacher.exp() * (teacher - student)).sum(dim).mean()
+    excluded = other.isneginf()         # a class that a mask rules out: its share of the sum is 0, and would be computed as NaN
+    return (teacher.exp() * (teacher - student)).masked_fill(excluded, 0.0).sum(dim).mean()
 
 
 def _relative(one: Any, other: Any) -> Any:
+    """Where the original's answer is no finite number, as a mask makes it, there is no distance to it."""
     one, other = one.float(), other.float()
+    finite = other.isfinite()
+    one, other = one[finite], other[finite]
     return (one - other).square().mean() / other.var(correction=0).clamp_min(1e-12)
 
 
