@@ -33,7 +33,7 @@ def graph_of(where: Context, recipe: _pt2e.Recipe = pt2e_static_int8.RECIPE) -> 
     program = _pt2e.captured(where)
     graph = _pt2e.prepared(where, program, recipe)
     _pt2e.calibrate(where, graph, where.calibration)
-    graph = _pt2e.converted(graph)
+    graph = _pt2e.converted(torch, graph)
     return _pt2e.served(torch, graph, program), graph
 
 
@@ -140,6 +140,26 @@ def test_dynamic_ranges_are_for_linear_layers_only(tmp_path: Path) -> None:
     assert _pt2e.quantized(graph) == 1
     assert any("choose_qparams" in str(node.target) for node in graph.graph.nodes)
     assert decibels(where.model(*where.inputs[0])["logits"], served(*where.inputs[0])["logits"]) > 30
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ranges_of_one_sign_include_zero_when_compiled(tmp_path: Path, sign: int) -> None:
+    """torch includes it, and its compiler does not: of inputs between 0.8 and 1 nothing was left, and of a batch or a text of that kind in a
+    thousand nobody had heard."""
+    from torch._inductor.decomposition import decompositions
+
+    torch.manual_seed(0)
+    where = context(tmp_path, nn.Sequential(nn.Linear(8, 4)), torch.randn(16, 8))
+    served, graph = graph_of(where, pt2e_dynamic_int8.RECIPE)
+    chosen = [node for node in graph.graph.nodes if "choose_qparams" in str(node.target)]
+    x = sign * (0.8 + 0.2 * torch.rand(16, 8))
+    expected = torch.ops.quantized_decomposed.choose_qparams.tensor(x, *chosen[0].args[1:])
+    compiled = decompositions[torch.ops.quantized_decomposed.choose_qparams.tensor]
+    assert [tensor.item() for tensor in compiled(x, *chosen[0].args[1:])] != pytest.approx([tensor.item() for tensor in expected]), "mended in torch"
+    for node in chosen:
+        ends = node.args[0].target(x)
+        assert [tensor.item() for tensor in compiled(ends, *node.args[1:])] == pytest.approx([tensor.item() for tensor in expected])
+    assert chosen and decibels(where.model(x), served(x)) > 30
 
 
 def test_without_vnni_inputs_take_seven_bits(tmp_path: Path) -> None:
@@ -280,6 +300,7 @@ def test_the_proof_wants_integer_kernels(tmp_path: Path) -> None:
     (pt2e_static_int8, residual, lambda: torch.randn(2, 3, 12, 12), 25),
     (pt2e_static_int8, transformer, tokens, 15),
     (pt2e_dynamic_int8, transformer, tokens, 25),
+    (pt2e_dynamic_int8, lambda: nn.Sequential(nn.Sigmoid(), nn.Linear(64, 8)), lambda: torch.randn(16, 64), 25),
 ])
 def test_compiled_programs_agree_are_lowered_and_can_be_stored(tmp_path: Path, technique: Any, make: Any, inputs: Any, least: float) -> None:
     from saturate.inference.formats import aoti
@@ -330,7 +351,7 @@ def test_training_with_rounding_brings_the_rounded_graph_closer(tmp_path: Path) 
     teacher, program = _qat.original(where), _pt2e.captured(where)
     graph = _pt2e.prepared(where, program, qat_int8.RECIPE)
     words = _qat.recover(where, _pt2e.served(torch, graph, program), teacher, lambda progress: qat_int8._fix_ranges(graph, progress))
-    graph = _pt2e.converted(graph)
+    graph = _pt2e.converted(torch, graph)
     assert _pt2e.quantized(graph) == 6
     trained = decibels(expected, _pt2e.served(torch, graph, program)(x)["logits"])
     assert trained > rounded + 1.5, words

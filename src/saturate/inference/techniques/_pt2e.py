@@ -129,11 +129,26 @@ def calibrate(context: Context, graph: Any, batches: Sequence[tuple[Any, ...]]) 
     return done
 
 
-def converted(graph: Any) -> Any:
+def converted(torch: Any, graph: Any) -> Any:
     """The graph with rounded weights, between operators that round and widen."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
 
-    return _free(convert_pt2e(graph))
+    graph = _free(convert_pt2e(graph))
+    _ranges_with_zero(torch, graph)
+    return graph
+
+
+def _ranges_with_zero(torch: Any, graph: Any) -> None:
+    """Ranges that are found at each call include 0 in torch. Its compiler leaves that out, so that inputs of one sign (probabilities, images
+    between 0.8 and 1) had a scale that their zero point does not reach: nothing of them was left."""
+
+    def ends(x: Any) -> Any:
+        return torch.stack([x.amin().clamp(max=0.0), x.amax().clamp(min=0.0)])
+
+    for node in [node for node in graph.graph.nodes if _operator(node) == "quantized_decomposed.choose_qparams.tensor"]:
+        with graph.graph.inserting_before(node):
+            node.update_arg(0, graph.graph.call_function(ends, (node.args[0],)))
+    graph.recompile()
 
 
 def served(torch: Any, graph: Any, program: _program.Program) -> Any:
@@ -231,12 +246,27 @@ def prepare_code(recipe: Recipe) -> str:
         f"graph = {verb}(program.module(), quantizer)\n")
 
 
-#: Lines that make `model` of such a graph, once it was calibrated or trained.
-SERVE_CODE = """\
-with torch.no_grad():
-    program = torch.export.export(convert_pt2e(graph), inputs)
-    package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})
-model = torch._inductor.aoti_load_package(package)"""
+#: What `_ranges_with_zero` does, to a graph that was converted.
+_WITH_ZERO_CODE = """\
+def ends(x):                        # a range that includes 0, which torch's compiler does not see to
+    return torch.stack([x.amin().clamp(max=0.0), x.amax().clamp(min=0.0)])
+for node in list(graph.graph.nodes):
+    if str(node.target) == 'quantized_decomposed.choose_qparams.tensor':
+        with graph.graph.inserting_before(node):
+            node.update_arg(0, graph.graph.call_function(ends, (node.args[0],)))
+graph.recompile()
+"""
+
+
+def serve_code(recipe: Recipe) -> str:
+    """Lines that make `model` of such a graph, once it was calibrated or trained."""
+    return (
+        "graph = convert_pt2e(graph)\n"
+        f"{_WITH_ZERO_CODE * recipe.dynamic}"
+        "with torch.no_grad():\n"
+        "    program = torch.export.export(graph, inputs)\n"
+        "    package = torch._inductor.aoti_compile_and_package(program, inductor_configs={'freezing': True})\n"
+        "model = torch._inductor.aoti_load_package(package)")
 
 
 # -- the graph -----------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def apply(context: Context, options: Options) -> str:
     program = _pt2e.captured(context)
     graph = _pt2e.prepared(context, program, _recipe(options))
     _pt2e.calibrate(context, graph, context.inputs[:1])      # the ranges of weights are read in a forward, too
-    return _pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(graph), program)
+    return _pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(context.torch, graph), program)
 
 
 def _recipe(options: Options) -> _pt2e.Recipe:
@@ -94,4 +94,4 @@ def as_code(options: Options) -> str:
     return (
         f"{_pt2e.prepare_code(_recipe(options))}"
         "graph(*inputs)\n"
-        f"{_pt2e.SERVE_CODE}")
+        f"{_pt2e.serve_code(RECIPE)}")

@@ -87,7 +87,7 @@ def apply(context: Context, options: Options) -> str:
     program = _pt2e.captured(context)
     graph = _pt2e.prepared(context, program, _recipe(options))
     count = _pt2e.calibrate(context, graph, context.calibration[: options.batches])
-    return f"{_pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(graph), program)}, ranges from {count} batches"
+    return f"{_pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(context.torch, graph), program)}, ranges from {count} batches"
 
 
 def _recipe(options: Options) -> _pt2e.Recipe:
@@ -103,4 +103,4 @@ def as_code(options: Options) -> str:
         f"{_pt2e.prepare_code(_recipe(options))}"
         f"for batch in calibration[:{options.batches}]:\n"
         "    graph(*batch)\n"
-        f"{_pt2e.SERVE_CODE}")
+        f"{_pt2e.serve_code(RECIPE)}")

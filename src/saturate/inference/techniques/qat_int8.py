@@ -87,7 +87,7 @@ def apply(context: Context, options: Options) -> str:
     graph = _pt2e.prepared(context, program, _recipe(options))
     student = _pt2e.served(context.torch, graph, program).eval()
     trained = _qat.recover(context, student, teacher, lambda progress: _fix_ranges(graph, progress))
-    return f"{trained}; {_pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(graph), program)}"
+    return f"{trained}; {_pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(context.torch, graph), program)}"
 
 
 def _fix_ranges(graph: Any, progress: float) -> None:
@@ -113,4 +113,4 @@ def as_code(options: Options) -> str:
         "optimizer = torch.optim.AdamW(graph.parameters(), lr=1e-4)\n"
         "for *batch, target in loader:\n"
         "    loss(graph(*batch), target).backward(); optimizer.step(); optimizer.zero_grad()\n"
-        f"{_pt2e.SERVE_CODE}")
+        f"{_pt2e.serve_code(RECIPE)}")
