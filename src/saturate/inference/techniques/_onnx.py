@@ -95,7 +95,7 @@ def worth_int8(facts: ModelFacts, layers: str, narrowed: str = "weights") -> Eli
     """`layers` may be multiplied in int8, and what this CPU makes of that. `narrowed`: what has 7 bits where sums would saturate else."""
     if vnni(facts):
         return Eligible(f"{layers}; this CPU multiplies int8 in one instruction")
-    note = f"this CPU has no VNNI: {narrowed} get 7 bits so that sums do not saturate, and little may be gained"
+    note = f"this CPU has no VNNI: {narrowed} get 7 bits so that sums do not saturate, and less is gained than with it"
     return Eligible(f"{layers}; {note}", note=note)
 
 

@@ -13,7 +13,7 @@ range differs from input to input keep their accuracy, as no range is fixed.
 
 When it hurts
 -------------
-Convolutions quantized this way are slower than in float32, so they are not. CPUs without VNNI gain little.
+Convolutions quantized this way are slower than in float32, so they are not. CPUs without VNNI gain less.
 
 Numerics
 --------

@@ -17,7 +17,7 @@ Small layers: finding the range reads the whole input once more. Convolutions ha
 Numerics
 --------
 `precision`: 8 bits per tensor for inputs, per output channel for weights, sums of 32 bits. On a CPU without VNNI
-inputs take 7 bits.
+inputs take 7 bits. Ranges include 0, as torch has them; its compiler leaves that out (torch 2.13), so that it is computed in front of it.
 
 How it is applied
 -----------------

@@ -14,7 +14,7 @@ gain of all number formats there.
 When it hurts
 -------------
 Activations with rare large values: one range per tensor leaves few steps for all others. Inputs unlike the calibration
-inputs. CPUs without VNNI: ranges are halved there so that sums do not saturate, and little may be gained.
+inputs. CPUs without VNNI: ranges are halved there so that sums do not saturate, and less is gained than with it.
 
 Numerics
 --------
