@@ -10,7 +10,8 @@ budget: this measures speed under one and the same condition for all, and says n
 
 How much 8 bits can give depends on the processor, and on how well its eager float32 does: beside each answer stands what
 would be within reach if all products of the model ran at the rate at which this CPU multiplies large matrices of bytes, and
-nothing else took time. It is measured in the same run.
+nothing else took time. It is measured in the same run, where the CPU has an instruction for that (VNNI); elsewhere torch multiplies bytes
+far slower than float32, and neither that nor the targets mean anything.
 
     python bench/inference.py [--smoke] [--json FILE] [--models resnet50,...] [--budget 20m]
     python bench/inference.py --reach           only what is within reach, in ten minutes
@@ -128,8 +129,11 @@ class Contest:
                                    progress=lambda text: say(f"    {text}"))
         return result.record
 
-    def within_reach(self) -> Ratio:
-        """Times eager float32, for a program that does nothing but the model's products, each at this CPU's rate for bytes."""
+    def within_reach(self) -> Ratio | None:
+        """Times eager float32, for a program that does nothing but the model's products, each at this CPU's rate for bytes. None: it has no
+        instruction for them."""
+        if not has_vnni():
+            return None
         say(f"{self.name}: what is within reach")
         one_product = PRODUCT / products_of(self.name, self.smoke)
         return tuple(ratio * one_product for ratio in self.race("eager", "int8-products"))
@@ -173,6 +177,8 @@ def products_of(name: str, small: bool) -> int:
 
 
 def reach(row: dict[str, Any]) -> str:
+    if row["within_reach"] is None:
+        return "within reach of 8 bits here: not known, this CPU has no VNNI"
     return f"within reach of 8 bits here: {as_text(row['within_reach'])} of eager, if nothing took time but its products, at this CPU's rate for bytes"
 
 

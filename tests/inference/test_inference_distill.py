@@ -137,6 +137,32 @@ def test_zeros_with_training_keep_the_accuracy_and_compress(tmp_path: Path, monk
     assert accuracy(at_once.model) < accuracy(here.model)
 
 
+class Own(nn.Module):
+    """A product of its own, beside what scales, what is added, what is looked up, and what is normalized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.LayerNorm([8, 8, 8])
+        self.scale, self.place = nn.Parameter(torch.rand(8, 1, 1) + 1), nn.Parameter(torch.randn(1, 8, 8, 8))
+        self.matrix = nn.Parameter(torch.randn(512, 10))
+        self.weighed = nn.utils.parametrizations.weight_norm(nn.Linear(10, 10))
+
+    def forward(self, x: Any) -> Any:
+        return self.weighed((self.norm(self.conv(x)) * self.scale + self.place).flatten(1) @ self.matrix)
+
+
+def test_only_what_is_multiplied_gets_zeros(tmp_path: Path) -> None:
+    """Layer norms, scales and places of more than one dimension did, too, and the lengths of weights that are normalized."""
+    torch.manual_seed(0)
+    model = Own().eval()
+    nn.init.ones_(model.norm.bias)
+    here = context(tmp_path, model, train=None)
+    magnitude_pruning.apply(here, magnitude_pruning.Options(0.5))
+    zeros = {name for name, parameter in here.model.named_parameters() if bool((parameter == 0).float().mean() > 0.4)}
+    assert zeros == {"conv.weight", "matrix"}, zeros
+    assert magnitude_pruning.active(here, magnitude_pruning.Options(0.5)).active
+
+
 def test_the_proof_of_zeros_can_say_no(tmp_path: Path) -> None:
     here = context(tmp_path, train=None)
     options = magnitude_pruning.Options(0.2)
@@ -194,6 +220,19 @@ def test_a_student_with_another_answer_is_refused(tmp_path: Path) -> None:
         train = dataclasses.replace(context(tmp_path).train, student=student)
         with pytest.raises((NotApplied, RuntimeError), match="student's outputs|same dtype"):
             distillation.apply(context(tmp_path, train=train), distillation.Options(ratio=0.0))
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+        def forward(self, x: Any) -> Any:
+            return {"logits": self.net(x)}
+
+    for teacher, student, words in ((Named(), Named().net, "answers with a Sequential|answers with a Tensor, the model with a dict"),
+                                    (None, Named(), "answers with a dict, the model with a Tensor")):
+        train = dataclasses.replace(context(tmp_path).train, student=lambda student=student: student)
+        with pytest.raises(NotApplied, match=words):        # its callers would not find what they look for
+            distillation.apply(context(tmp_path, teacher, train=train), distillation.Options(ratio=0.0))
     with pytest.raises(NotApplied, match="no student"):
         distillation.apply(context(tmp_path), distillation.Options(ratio=0.0))
 
@@ -261,6 +300,27 @@ def test_a_model_that_rules_classes_out_is_brought_back_too(tmp_path: Path, targ
     found = recover(here, student)
     assert found.after < 0.7 * found.before < math.inf
     assert all(bool(parameter.isfinite().all()) for parameter in student.parameters())
+
+
+class Constant(nn.Module):
+    """A second answer that is always the same, and a third that is minus infinity everywhere."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Any) -> Any:
+        scores = self.model(x)
+        return scores, scores * 0 + 3.0, torch.full_like(scores, -torch.inf)
+
+
+def test_a_batch_with_one_answer_for_all_is_no_infinite_distance(tmp_path: Path) -> None:
+    """Errors were shares of the batch's own variance, which is nothing in a last batch of one sample: training diverged, or went astray."""
+    batches = [(x[:1].expand(4, -1, -1, -1), y[:1].float()) for x, y in data()["train"]]
+    train = Train(batches, lambda output, target: 0.0 * output[0].sum(), optimizer=lambda chosen: torch.optim.SGD(chosen, lr=1e-3), epochs=2)
+    student = Constant(disturbed())
+    found = recover(context(tmp_path, Constant(trained()), train=train), student)
+    assert found.after <= found.before < 10 and all(bool(parameter.isfinite().all()) for parameter in student.parameters())
 
 
 def test_it_works_where_gradients_are_off(tmp_path: Path) -> None:
@@ -407,6 +467,15 @@ def test_the_distance_follows_the_target() -> None:
     answers = [{"logits": tensor, "hidden": torch.randn(6, 9)} for tensor in (scores, taught)]
     torch.testing.assert_close(_training.distance(torch, *answers, classes), expected)
     assert _training.distance(torch, scores, taught[:3], classes) is None
+
+
+def test_boxes_beside_class_scores_are_no_class_scores() -> None:
+    torch.manual_seed(0)
+    (scores, boxes), (taught, there) = [(torch.randn(6, 5), torch.randn(6, 4)) for _ in range(2)]
+    target = torch.tensor([0, 1, 2, 3, 3, 2])
+    expected = _training.distance(torch, scores, taught, target) + _training._relative(boxes, there)
+    torch.testing.assert_close(_training.distance(torch, (scores, boxes), (taught, there), target), expected)
+    assert _training._class_dimension(torch, scores, torch.tensor([0, 1, 2, 3, 3, 5])) is None, "there are more classes than scores"
 
 
 @pytest.mark.parametrize("shape", [(6, 1), (2, 1, 3, 3)])

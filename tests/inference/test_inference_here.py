@@ -94,3 +94,18 @@ def test_a_search_does_not_begin_with_another_function_than_the_user_s(tmp_path:
     monkeypatch.setattr(process_kit.Pair, "forward", lambda self, x: (2 * self.layer(x), self.layer(x)))
     with pytest.raises(WorkloadFailed, match="answers otherwise"):
         saturate.optimize(model, [(torch.randn(4, 6),)], workdir=tmp_path / "run", time="20s", only=["tf32-products"], threads=1)
+
+
+def test_an_encoder_that_answers_otherwise_in_programs_is_named() -> None:
+    """Places that a mask hides are 0 where torch takes its nested tensors, and hold numbers elsewhere."""
+    for nested in (True, False):
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        model = torch.nn.ModuleDict({"text": torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)}).eval()
+        notes = here.known_differences(torch, model)
+        assert len(notes) == nested and all(note.startswith("text is a torch.nn.TransformerEncoder") for note in notes)
+    x, padded = torch.randn(2, 5, 16), torch.arange(5).expand(2, 5) >= 3
+    nested, plain = (torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=one).eval() for one in (True, False))
+    plain.load_state_dict(nested.state_dict())
+    with torch.inference_mode():
+        assert (nested(x, src_key_padding_mask=padded)[:, 3:] == 0).all(), "torch has changed: the note may go"
+        assert not (plain(x, src_key_padding_mask=padded)[:, 3:] == 0).any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,16 @@ def test_where_nobody_keeps_the_limits_that_is_said(monkeypatch: pytest.MonkeyPa
     with pytest.raises(NothingFaster, match="nothing that keeps the limits was found") as refused:
         _ = result.Result(record, search, world).best      # type: ignore[arg-type]
     assert "as it is" not in (refused.value.remedy or "")
+
+
+@pytest.mark.parametrize(("objective", "words"), [("latency", "is faster"), ("memory", "needs less memory"), ("throughput", "serves more samples")])
+def test_what_was_looked_for_is_said_where_there_is_nothing_of_it(objective: str, words: str) -> None:
+    lab = SimpleNamespace(folder=Path("runs/r18"))
+    for verdict, remedy in (("nothing_helps", "use the model as it is"), ("inconclusive", "more time and workdir='runs/r18'")):
+        record = msgspec.structs.replace(optimizations.nothing(), objective=objective, verdict=verdict)
+        with pytest.raises(NothingFaster, match=f"nothing that {words}") as refused:
+            _ = result.Result(record, None, lab).best      # type: ignore[arg-type]
+        assert remedy in refused.value.remedy
 
 
 @pytest.mark.parametrize(("sizes", "kept"), [((4e8, 4.9e8), True), ((4e8, 4e8, 5.1e8), False)])
@@ -312,7 +323,7 @@ def test_another_budget_has_its_choice_among_those_that_keep_the_limits(monkeypa
     monkeypatch.setattr("saturate.inference.artifact.confirm", lambda folder, best: told.append(best))
     world.jury, world.within, world.discard = object(), lambda max_drop, until_s: world, lambda kept: None      # type: ignore[attr-defined]
     found = result.Result(optimizations.nothing(), search, world)      # type: ignore[arg-type]
-    with pytest.raises(NothingFaster, match="nothing that was tried is shown to keep the limits within a drop of 0.02") as refused:
+    with pytest.raises(NothingFaster, match="nothing that was tried keeps the limits within a drop of 0.02, as far as is shown") as refused:
         found._picked(0.02, 60.0)
     assert refused.value.cause.startswith("int8: 0.80x; a drop of 0.030")
     world.budget = 0.05

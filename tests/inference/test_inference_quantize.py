@@ -14,6 +14,7 @@ pytest.importorskip("torchao", reason="needs the extra saturate[inference]")
 
 from quantize_kit import FACTS, VNNI, context, decibels, residual, tokens, transformer  # noqa: E402 - after the check for torch
 
+from saturate.inference.facts import cpu_flags  # noqa: E402
 from saturate.inference.formats import _program  # noqa: E402
 from saturate.inference.techniques import (  # noqa: E402
     _pt2e,
@@ -140,6 +141,21 @@ def test_dynamic_ranges_are_for_linear_layers_only(tmp_path: Path) -> None:
     assert _pt2e.quantized(graph) == 1
     assert any("choose_qparams" in str(node.target) for node in graph.graph.nodes)
     assert decibels(where.model(*where.inputs[0])["logits"], served(*where.inputs[0])["logits"]) > 30
+
+
+@pytest.mark.parametrize("recipe", [pt2e_static_int8.RECIPE, pt2e_dynamic_int8.RECIPE], ids=["static", "dynamic"])
+@pytest.mark.parametrize("inputs, weights", [(1.0, 1.0), (1e-4, 1.0), (1.0, 1e-4)])
+def test_small_numbers_are_rounded_as_finely_as_others(tmp_path: Path, recipe: Any, inputs: float, weights: float) -> None:
+    """torchao's steps ended at 2**-12: of inputs of a ten thousandth nothing was left."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 16, bias=False)
+    with torch.no_grad():
+        layer.weight.mul_(weights)
+    where = context(tmp_path, nn.Sequential(layer), torch.randn(16, 64))
+    where.calibration = [tuple(x * inputs for x in batch) for batch in where.calibration]
+    served, _ = graph_of(where, recipe)
+    x = where.calibration[0][0]
+    assert decibels(where.model(x), served(x)) > 30
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -305,7 +321,7 @@ def test_the_proof_wants_integer_kernels(tmp_path: Path) -> None:
 def test_compiled_programs_agree_are_lowered_and_can_be_stored(tmp_path: Path, technique: Any, make: Any, inputs: Any, least: float) -> None:
     from saturate.inference.formats import aoti
 
-    where = context(tmp_path, make(), inputs())
+    where = context(tmp_path, make(), inputs(), facts={"cpu_flags": cpu_flags()})      # of this CPU: without VNNI full ranges saturate
     model, options = where.model, technique.variants(where.facts)[0]
     words = technique.apply(where, options)
     proof = technique.active(where, options)

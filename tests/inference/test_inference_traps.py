@@ -438,6 +438,7 @@ def test_pick_judges_by_its_own_budget_and_gives_what_was_not_scored_a_turn():
     part = Part(importlib.import_module("trap_shortcut"), None)
     assert judged(Tried(Candidate((part,)), "slower", "not scored", 2.0), yard).fate == "dominated"
     assert judged(Tried(Candidate(), "slower", "0.9x", 0.9), yard).fate == "slower"
+    assert judged(Tried(Candidate(), "inconclusive", "2 of 6 rounds", 1.9), yard).fate == "dominated", "it computes the same, and has another race"
 
 
 @pytest.mark.slow

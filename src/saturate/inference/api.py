@@ -115,7 +115,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
                 notes = [*source.notes, *observe_baseline(lab, worker, threads)]
                 worker, unknown = lab.probe(worker)
                 notes += unknown
-            notes += here.compare(torch, model, lab)
+            notes += [*here.compare(torch, model, lab), *here.known_differences(torch, model)]
             phases.end("start")
             if check is not None and clock.monotonic() < until_s:
                 assert budget is not None

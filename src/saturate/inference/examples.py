@@ -23,7 +23,7 @@ def write(
 ) -> tuple[list[Example], str]:
     """Write a new file; returns the examples as a manifest describes them, or none of them and why."""
     found: list[Example] = []
-    why_none = "none were given"
+    why_none = "it was stored without examples"
     with open(path, "xb") as file:
         for given, answer in list(zip(inputs, outputs))[:MOST]:
             try:

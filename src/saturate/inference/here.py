@@ -42,6 +42,16 @@ def compare(torch: Any, model: Any, lab: Lab) -> list[str]:
     return []
 
 
+def known_differences(torch: Any, model: Any) -> list[str]:
+    """What torch computes otherwise when it calls this model than in any program made of it."""
+    module, _ = callable_of(torch, model)
+    encoders = [name or "the model" for name, part in module.named_modules()
+                if isinstance(part, torch.nn.TransformerEncoder) and getattr(part, "use_nested_tensor", False)]
+    return [f"{encoders[0]} is a torch.nn.TransformerEncoder, which answers 0 at padded places (src_key_padding_mask) when torch calls it, and "
+            "with other numbers in exported or compiled programs: where those places matter, candidates are wrong or rejected; build it with "
+            "enable_nested_tensor=False"] if encoders else []
+
+
 def _difference(torch: Any, lab: Lab, own: list[Any]) -> str | None:
     """What tells the answer here from the one there, as no other order of sums would."""
     there, facts = lab.reference[:1], lab.facts

@@ -102,18 +102,21 @@ def control(check: checking.Check, run: Callable[..., Any], budget: Budget, sour
 def apart(train: Train, used: samples.Seen, limit_s: float) -> list[str]:
     """What was not looked at of the training data within the time. Raises CheckUnusable where the check scores it, and
     UsageError, WorkloadFailed for a loader that is none, or breaks."""
+    import torch
+
     until = time.monotonic() + limit_s
     given = samples.Seen(used.names())
     notes = []
-    for number, batch in enumerate(users_code.items(train.loader, "`train.loader`"), 1):
-        if not isinstance(batch, tuple | list) or len(batch) < 2:
-            raise UsageError(f"`train.loader` yields {type(batch).__name__}, not tuples (*inputs, target)",
-                             remedy="train.loader=[(first, second, ..., target)], one tuple for each batch")
-        given.add(tuple(batch[:-1]))
-        if time.monotonic() > until:
-            notes.append(f"whether the check scores training data was looked up in the first {number:,} batches of it: the time for "
-                         "that was over")
-            break
+    with torch.random.fork_rng(devices=[]):         # a DataLoader draws from the user's random numbers
+        for number, batch in enumerate(users_code.items(train.loader, "`train.loader`"), 1):
+            if not isinstance(batch, tuple | list) or len(batch) < 2:
+                raise UsageError(f"`train.loader` yields {type(batch).__name__}, not tuples (*inputs, target)",
+                                 remedy="train.loader=[(first, second, ..., target)], one tuple for each batch")
+            given.add(tuple(batch[:-1]))
+            if time.monotonic() > until:
+                notes.append(f"whether the check scores training data was looked up in the first {number:,} batches of it: the time for "
+                             "that was over")
+                break
     shared = samples.between(given, used)
     if shared.refused:
         raise CheckUnusable("training data is among the data of the check", cause=shared.words("training"),

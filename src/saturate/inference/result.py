@@ -76,8 +76,11 @@ class Result:
         if self._best is None:
             if self.record.artifact is None:        # also where the best so far is stored, and nothing was confirmed
                 over = self.record.baseline.fate == "over_limit"
-                raise NothingFaster(f"nothing that {self._better()} was found, so there is no artifact", cause=self._why(),
-                                    remedy=f"{'other limits, or more time' if over else 'use the model as it is'}; result.table() says what was tried")
+                use = "other limits, or more time" if over else "use the model as it is"
+                if self.record.verdict == "inconclusive":
+                    use = f"the same call with more time and workdir={str(self._lab.folder)!r} goes on from here"
+                raise NothingFaster(f"nothing that {self._better(over)} was found, so there is no artifact", cause=self._why(),
+                                    remedy=f"{use}; result.table() says what was tried")
             self._best = artifact.load(self.record.artifact)
         return self._best
 
@@ -92,10 +95,10 @@ class Result:
 
         return inference_words.why_nothing(self.record)
 
-    def _better(self) -> str:
+    def _better(self, over: bool) -> str:
         from saturate.report import inference_words
 
-        return inference_words.better(self.record)
+        return inference_words.better(self.record.objective, over)
 
     def __repr__(self) -> str:
         from saturate.report import inference as report
@@ -148,7 +151,8 @@ class Result:
         best = best_of(won, won if won is not None and won.found.candidate.lossless else None, final, None,
                        "another budget's choice is raced against the model alone")
         if won is None or best is None:
-            raise NothingFaster(f"of nothing that was tried it is shown that it {self._better()} within a drop of {max_drop:g}", cause=_closest(search),
+            better = self._better(search.over is not None)
+            raise NothingFaster(f"nothing that was tried {better} within a drop of {max_drop:g}, as far as is shown", cause=_closest(search),
                                 remedy="result.table() says what was tried; more time may decide what is open: pick(max_drop, time=1200)")
         artifact.confirm(won.artifact, best)
         return artifact.load(won.artifact)
@@ -169,11 +173,11 @@ def seconds_of(time: str | float) -> float:
 
 def judged(found: Tried, lab: Lab) -> Tried:
     """A copy, judged by the lab's budget. What works, and was not scored because a better one was known, has its turn now:
-    that one may be outside of this budget."""
+    that one may be outside of this budget. So has what computes the same, and was not decided in a race."""
     found = dataclasses.replace(found)
     if found.fate in JUDGED and found.scores is not None:
         found.judge(lab.judge(found.scores))
-    elif found.unscored:
+    elif found.unscored or (found.fate == "inconclusive" and found.candidate.lossless):
         found.fate = "dominated"
     return found
 

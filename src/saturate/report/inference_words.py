@@ -108,14 +108,14 @@ def title(record: OptimizeRecord, times: str = "x", *, interval: bool = True) ->
     ]
     if record.baseline.fate == "over_limit":        # the model does not keep them either: being faster is not what is missing
         return f"Nothing usable{' within the budget' * (record.max_drop is not None)} is shown to keep the limits"
-    return f"Nothing{' within ' * bool(bounds)}{' and '.join(bounds)} {better(record)}"
+    return f"Nothing{' within ' * bool(bounds)}{' and '.join(bounds)} {better(record.objective, over=False)}"
 
 
-def better(record: OptimizeRecord) -> str:
-    """What is looked for, as the rest of a sentence about a candidate."""
-    if record.baseline.fate == "over_limit":
+def better(objective: str, over: bool) -> str:
+    """What is looked for, as the rest of a sentence about a candidate. `over`: the model itself passes a limit."""
+    if over:
         return "keeps the limits"
-    return {"memory": "needs less memory", "throughput": "serves more samples per second"}.get(record.objective, "is faster")
+    return {"memory": "needs less memory", "throughput": "serves more samples per second"}.get(objective, "is faster")
 
 
 def so_far(record: OptimizeRecord) -> str:

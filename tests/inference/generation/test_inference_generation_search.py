@@ -382,7 +382,7 @@ def test_nothing_helps_where_all_had_their_turn(fate, speedups, deadline, asked,
 
 
 def test_who_had_no_turn_to_be_confirmed_says_why():
-    for speedups, deadline, why in (((5.0, 4.0, 3.0, 2.0), float("inf"), "not confirmed: 3 others were"), ((3.0, 2.0), 0.0, "not confirmed: the time was over")):
+    for speedups, deadline, why in (((5.0, 4.0, 3.0, 2.0), float("inf"), "not confirmed: 3 others were"), ((3.0, 2.0), 0.0, "not confirmed: too little time was left")):
         search, plain = ways(*speedups, deadline=deadline)
         search._again = lambda best: module._with(best.record, fate="slower")
         assert search._conclude(plain) is plain and search.found[-1].reason == why

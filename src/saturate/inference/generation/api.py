@@ -21,7 +21,7 @@ from saturate.inference.generation.build import LOOKUP, Way, build, eos_of, not_
 from saturate.inference.generation.decode import Loop, Request, Run
 from saturate.inference.generation.host import Served, Yard
 from saturate.inference.generation.models import Adapter
-from saturate.inference.generation.recipe import Given, Recipe
+from saturate.inference.generation.recipe import PLAIN, Given, Recipe
 from saturate.inference.generation.sampling import GREEDY, Sampling
 from saturate.inference.generation.search import KINDS, Search
 from saturate.inference.journal import Journal, rests

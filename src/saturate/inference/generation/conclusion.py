@@ -15,7 +15,7 @@ from saturate.records.generation import GenerationCandidate, GenerationRecord
 THRESHOLD = 0.02        # the gain that counts
 
 #: Why a way was not tried that would have been, with more time.
-TIME_OVER = "the time was over"
+TIME_OVER = "too little time was left"
 
 
 def no_time(needed_s: float) -> str:

@@ -37,6 +37,9 @@ LOWERED = ("qconv_weight_prepack_matcher_count", "qlinear_weight_prepack_matcher
 #: What has 7 bits on a CPU without VNNI, see `Recipe`.
 NARROWED = "inputs"
 
+#: The smallest step: below it nothing is but zero.
+LEAST_STEP = 2.0**-60
+
 #: Of two activations: costs accuracy, and is no faster.
 _GATES = ("mul",)
 
@@ -109,7 +112,18 @@ def prepared(context: Context, program: _program.Program, recipe: Recipe) -> Any
         raise NotApplied("no " + ("linear layer" if recipe.dynamic else "convolution or linear layer") + " is left to quantize")
     _separate(torch, graph)
     _straighten(torch, graph)
-    return _free(prepare_pt2e(graph, _quantizer(torch, recipe)))
+    return _fine(torch, _free(prepare_pt2e(graph, _quantizer(torch, recipe))))
+
+
+def _fine(torch: Any, graph: Any) -> Any:
+    """With steps as small as numbers are. torchao lets none be smaller than 2**-12, so that inputs or weights that reach no further than some
+    hundredths are rounded to a few values: a quiet recording, probabilities of many classes."""
+    for module in graph.modules():
+        if isinstance(least := getattr(module, "eps", None), torch.Tensor):
+            least.fill_(LEAST_STEP)
+        elif isinstance(least, float):
+            module.eps = LEAST_STEP
+    return graph
 
 
 def calibrate(context: Context, graph: Any, batches: Sequence[tuple[Any, ...]]) -> int:
@@ -243,7 +257,10 @@ def prepare_code(recipe: Recipe) -> str:
         "    quantizer.set_function_type_qconfig(function, None)\n"
         "with torch.no_grad():               # with gradients some attention is taken apart otherwise\n"
         f"    program = torch.export.export({module}, inputs)\n"
-        f"graph = {verb}(program.module(), quantizer)\n")
+        f"graph = {verb}(program.module(), quantizer)\n"
+        "for part in graph.modules():        # torchao has no steps below 2**-12, which small inputs and weights need\n"
+        "    if isinstance(getattr(part, 'eps', None), (float, torch.Tensor)):\n"
+        f"        part.eps = part.eps * 0 + {LEAST_STEP}\n")
 
 
 #: What `_ranges_with_zero` does, to a graph that was converted.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +144,19 @@ class _Loop:
         self.optimizer = make(parameters)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.held = moved(self.torch, validation(context), context.device)
+        self.spreads = self._spreads()
         self.length, self.steps, self.begun = self.data.length, 0, time.monotonic()
+
+    def _spreads(self) -> list[Any]:
+        """The variance of each of the original's outputs, over the held-out batches: that of one batch may be nothing, where it holds one sample
+        or the same answer for all. Of an output that is always the same, its square."""
+        found: list[list[Any]] = []
+        with self.torch.no_grad():
+            for inputs in self.held:
+                for place, tensor in enumerate(main(self.torch, self.teacher(*_wrap.own(self.context.facts, inputs)))):
+                    found += [[]] if place == len(found) else []
+                    found[place].append(tensor.float()[tensor.isfinite()].flatten())
+        return [_spread(self.torch.cat(one)) for one in found]
 
     def run(self) -> Recovery:
         before = best = self._distance()
@@ -208,7 +220,7 @@ class _Loop:
         with self.torch.no_grad():
             taught = self.teacher(*_wrap.own(self.context.facts, inputs))
         output = self.student(*_wrap.own(self.context.facts, inputs))
-        loss = distance(self.torch, output, taught, target)
+        loss = distance(self.torch, output, taught, target, self.spreads)
         if self.data.loss is not None:
             own = self.data.loss(output, target)
             if not isinstance(own, self.torch.Tensor) or own.numel() != 1:
@@ -232,8 +244,9 @@ class _Loop:
         with self.torch.no_grad():
             for inputs in self.held:
                 one, other = (model(*_wrap.own(self.context.facts, inputs)) for model in (self.student, self.teacher))
-                pairs = list(zip(main(self.torch, one), main(self.torch, other)))
-                found += [float(_relative(one, other)) for one, other in pairs if one.shape == other.shape]
+                pairs = zip(main(self.torch, one), main(self.torch, other), self.spreads)
+                errors = [_relative(one, other, spread) for one, other, spread in pairs if one.shape == other.shape]
+                found += [float(error) for error in errors if error is not None]
         if not found or not all(math.isfinite(value) for value in found):
             raise NotApplied("its outputs cannot be compared with the original's" if not found else "its outputs are not finite")
         return sum(found) / len(found)
@@ -245,28 +258,30 @@ def main(torch: Any, output: Any) -> list[Any]:
     return [tensor for tensor in tensors(torch, output if logits is None else logits) if tensor.is_floating_point()]
 
 
-def distance(torch: Any, output: Any, taught: Any, target: Any) -> Any:
+def distance(torch: Any, output: Any, taught: Any, target: Any, spreads: Sequence[Any] = ()) -> Any:
     """What a student is punished for beside the user's loss: the divergence of class scores from the teacher's where the
-    target names classes, otherwise the squared error as a share of the teacher's variance. None where no output has the
-    shape of the teacher's."""
-    terms = []
-    for one, other in zip(main(torch, output), main(torch, taught)):
+    target names classes (of several outputs, for the first that may hold them), otherwise the squared error as a share of the teacher's
+    variance (`spreads`, by output; of this batch where that is not known). None where no output has the shape of the teacher's."""
+    terms, scored = [], False
+    for place, (one, other) in enumerate(zip(main(torch, output), main(torch, taught))):
         if one.shape != other.shape:
             continue
-        dim = _class_dimension(torch, one, target)
-        terms.append(_relative(one, other) if dim is None else _divergence(torch, one, other, dim))
+        dim = None if scored else _class_dimension(torch, one, target)
+        scored = scored or dim is not None
+        terms.append(_relative(one, other, spreads[place] if place < len(spreads) else None) if dim is None else _divergence(torch, one, other, dim))
+    terms = [term for term in terms if term is not None]
     return sum(terms) if terms else None
 
 
 def _class_dimension(torch: Any, scores: Any, target: Any) -> int | None:
-    """Where one score per class lies: in dimension 1, as torch's cross entropy has it, or in the last. None where there is one score
-    alone, as of two classes: softmax makes a certainty of it, whatever it is."""
+    """Where one score per class lies: in dimension 1, as torch's cross entropy has it, or in the last. None where the target names more
+    classes than there are scores, and where there is one score alone, as of two classes: softmax makes a certainty of it, whatever it is."""
     if not isinstance(target, torch.Tensor) or target.is_floating_point() or target.dtype == torch.bool or scores.ndim < 2:
         return None
     dim = scores.ndim - 1 if scores.shape[:-1].numel() == target.numel() else None
     if tuple(scores.shape[:1] + scores.shape[2:]) == tuple(target.shape):
         dim = 1
-    return dim if dim is not None and scores.shape[dim] > 1 else None
+    return dim if dim is not None and scores.shape[dim] > max(1, int(target.max()) if target.numel() else 1) else None
 
 
 def _divergence(torch: Any, one: Any, other: Any, dim: int) -> Any:
@@ -280,12 +295,22 @@ def _divergence(torch: Any, one: Any, other: Any, dim: int) -> Any:
     return (teacher.exp() * (teacher - student)).masked_fill(excluded, 0.0).sum(dim).mean()
 
 
-def _relative(one: Any, other: Any) -> Any:
-    """Where the original's answer is no finite number, as a mask makes it, there is no distance to it."""
+def _relative(one: Any, other: Any, spread: Any = None) -> Any:
+    """The squared error as a share of `spread` (None: of the variance of `other`). Where the original's answer is no finite number, as a mask
+    makes it, there is no distance to it; None where it is so everywhere."""
     one, other = one.float(), other.float()
     finite = other.isfinite()
     one, other = one[finite], other[finite]
-    return (one - other).square().mean() / other.var(correction=0).clamp_min(1e-12)
+    return (one - other).square().mean() / (_spread(other) if spread is None else spread) if len(other) else None
+
+
+def _spread(values: Any) -> Any:
+    """The variance of some numbers; their square where they are all the same, and 1 where they are 0, or there are none."""
+    values = values.double()
+    for found in (values.var(correction=0), values.square().mean()) if len(values) else ():
+        if found > 1e-12 * values.square().mean():
+            return found.float()
+    return values.new_ones(()).float()
 
 
 def recalibrate(context: Context, model: Any) -> int:

@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from saturate.inference import structure
 from saturate.inference.techniques import _training, _wrap
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
@@ -103,18 +104,25 @@ def _count(model: Any) -> int:
 
 
 def _student(context: Context) -> Any:
-    """The user's student, if it answers in the same shapes."""
+    """The user's student, if it answers in the same structure and shapes."""
     torch = context.torch
     if context.train is None or context.train.student is None:
         raise NotApplied("`train` has no student")
     with _training.seeded(torch, 0):
         student = context.train.student().to(context.device).eval()
-    answers = []
     with torch.no_grad():
-        for model in (context.model, student):
-            answers.append([(tuple(tensor.shape), tensor.dtype) for tensor in _training.tensors(torch, model(*_wrap.own(context.facts, context.inputs[0])))])
-    if answers[0] != answers[1]:
-        raise NotApplied(f"the student's outputs are {answers[1]}, the model's are {answers[0]}")
+        answers = [model(*_wrap.own(context.facts, context.inputs[0])) for model in (context.model, student)]
+    shapes = [[(tuple(tensor.shape), tensor.dtype) for tensor in _training.tensors(torch, answer)] for answer in answers]
+    if shapes[0] != shapes[1]:
+        raise NotApplied(f"the student's outputs are {shapes[1]}, the model's are {shapes[0]}")
+    try:
+        alike = structure.same(*(structure.flatten(torch, answer)[0] for answer in answers))
+    except structure.NotDescribable:
+        alike = type(answers[0]) is type(answers[1])
+    if not alike:
+        kinds = [type(answer).__name__ for answer in answers]
+        raise NotApplied(f"the student answers with a {kinds[1]}, the model with a {kinds[0]}" if kinds[0] != kinds[1] else
+                         f"the student's {kinds[1]} has other entries than the model's, or another order of them")
     return student
 
 

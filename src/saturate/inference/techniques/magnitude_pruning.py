@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,6 +74,12 @@ STRIDE = 0.01
 SAMPLE_BYTES = 1 << 22
 
 
+#: Layers, by their names in torch.nn, that multiply by their weights; and how modules are called that scale by them, or look them up.
+LAYERS = ("Linear", "Bilinear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "RNNBase", "RNNCellBase",
+          "MultiheadAttention")
+_SCALES = re.compile("norm|embed|scale", re.IGNORECASE)
+
+
 @dataclass(frozen=True)
 class Options:
     """`sparsity`: share of zeros in each weight."""
@@ -101,7 +108,7 @@ def apply(context: Context, options: Options) -> str:
     model = copy.deepcopy(context.model)
     weights = _weights(torch, model)
     if not weights:
-        raise NotApplied("no parameter of two or more dimensions outside of embeddings")
+        raise NotApplied("no layer that multiplies by a weight of its own")
     before = _compressed_bytes(weights)
     pruner = _Pruner(torch, weights, options.sparsity)
     said = ""
@@ -130,7 +137,9 @@ def active(context: Context, options: Options) -> Proof:
 def as_code(options: Options) -> str:
     return (
         "embedded = {id(layer.weight) for layer in model.modules() if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag))}\n"
-        "weights = [x for x in model.parameters() if x.ndim > 1 and x.is_floating_point() and id(x) not in embedded]\n"
+        f"layers = tuple(getattr(torch.nn, name) for name in {LAYERS})      # add those of your own that multiply by their weights\n"
+        "weights = {id(x): x for layer in model.modules() if isinstance(layer, layers) for x in layer.parameters(recurse=False)}\n"
+        "weights = [x for x in weights.values() if x.ndim > 1 and x.is_floating_point() and id(x) not in embedded]\n"
         "def prune(share):\n"
         "    for weight in weights:\n"
         "        size = weight.detach().abs()\n"
@@ -171,10 +180,19 @@ def _mask(torch: Any, weight: Any, share: float) -> Any:
 
 
 def _weights(torch: Any, model: Any) -> list[Any]:
-    """What is multiplied: plain floating-point parameters of two or more dimensions, without those of embeddings."""
+    """What is multiplied: weights of two dimensions or more, of layers that are known to multiply by them; of a module that is not torch's own
+    also its plain parameters, unless they scale (a vector, however many dimensions of size 1 it has) or are added to every sample of a
+    batch (a first dimension of size 1). Not what an embedding looks up, also where a layer shares it."""
+    layers = tuple(getattr(torch.nn, name) for name in LAYERS)
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))}
-    return [parameter for parameter in model.parameters() if type(parameter) is torch.nn.Parameter and parameter.ndim > 1
-            and parameter.is_floating_point() and id(parameter) not in looked_up]
+    found = {}
+    for module in model.modules():
+        known, foreign = isinstance(module, layers), not type(module).__module__.startswith("torch.nn.") and not _SCALES.search(type(module).__name__)
+        for weight in module.parameters(recurse=False):
+            matrix = sum(size > 1 for size in weight.shape) > 1 and (known or weight.shape[0] > 1)
+            if (known or foreign) and matrix and type(weight) is torch.nn.Parameter and weight.is_floating_point() and id(weight) not in looked_up:
+                found[id(weight)] = weight
+    return list(found.values())
 
 
 def _zeros(weights: list[Any]) -> float:

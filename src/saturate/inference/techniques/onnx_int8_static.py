@@ -75,9 +75,10 @@ def variants(facts: ModelFacts) -> list[Options]:
 
 
 def bound(facts: ModelFacts) -> float | None:
+    convolutional = facts.convolutions > facts.linears
     if not _onnx.vnni(facts):
-        return 2.5
-    return 7.5 if facts.convolutions > facts.linears else 5.5
+        return 3.4 if convolutional else 2.5
+    return 7.5 if convolutional else 5.5
 
 
 def apply(context: Context, options: Options) -> str:

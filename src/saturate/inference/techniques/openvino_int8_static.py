@@ -84,9 +84,10 @@ def variants(facts: ModelFacts) -> list[Options]:
 
 
 def bound(facts: ModelFacts) -> float | None:
+    convolutional = facts.convolutions > facts.linears
     if not _onnx.vnni(facts):
-        return 3.0
-    return 8.5 if facts.convolutions > facts.linears else 7.5
+        return 4.0 if convolutional else 3.0
+    return 8.5 if convolutional else 7.5
 
 
 def apply(context: Context, options: Options) -> str:
