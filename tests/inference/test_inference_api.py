@@ -319,6 +319,13 @@ def test_training_data_that_the_check_scores_is_refused_wherever_it_is() -> None
     assert "40 of 40 samples that the check scores" in caught.value.cause or "40 of 4840" in caught.value.cause
 
 
+def test_looking_through_training_data_leaves_the_users_random_numbers() -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 4), torch.zeros(8)), batch_size=4, shuffle=True)
+    before = torch.get_rng_state()
+    jury.apart(Train(loader, len), scored_samples(), 10.0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_training_data_that_was_not_looked_at_is_said() -> None:
     assert "the first 1 batches" in jury.apart(Train(training(), max), scored_samples(), 0.0)[0]
     assert jury.apart(Train(itertools.repeat((torch.zeros(8, 4), torch.zeros(8))), max), scored_samples(), 0.2)
