@@ -26,7 +26,7 @@ from saturate.inference.techniques import (  # noqa: E402
     qat_dynamic_int8,
     structured_pruning,
 )
-from saturate.inference.techniques._api import Context, NotApplied, Train  # noqa: E402
+from saturate.inference.techniques._api import Context, NotApplied, OutOfTime, Train  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
 
 FACTS = ModelFacts(kind="Digits", dtypes=("float32",), linears=2, convolutions=2, batch_norms=2, batch_size=64)
@@ -369,7 +369,7 @@ def test_a_deadline_ends_it(tmp_path: Path, now: list[float]) -> None:
     train = Train(Loader(), functional.cross_entropy, epochs=1000)
     found = recover(context(tmp_path, train=train, deadline_s=0.7), disturbed())
     assert found.stopped == "the time ended" and found.steps > 0 and now[0] < 0.75
-    with pytest.raises(NotApplied, match="before the first training step"):
+    with pytest.raises(OutOfTime, match="before the first training step"):
         recover(context(tmp_path, deadline_s=now[0] - 1), disturbed())
 
 

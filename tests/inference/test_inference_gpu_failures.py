@@ -16,6 +16,7 @@ pytest.importorskip("cloudpickle", reason="the extra inference")
 from saturate.inference import gpu_failures, lab, worker  # noqa: E402 - after the check for torch
 from saturate.inference.failures import WorkerFailed  # noqa: E402
 from saturate.inference.process import Worker  # noqa: E402
+from saturate.inference.techniques._api import OutOfTime  # noqa: E402
 
 BATCHES = [(torch.ones(4, 3),), (torch.zeros(4, 3),)]
 
@@ -42,6 +43,9 @@ def test_a_process_whose_gpu_is_lost_says_so_and_ends(monkeypatch: pytest.Monkey
         server = on_gpu(synchronize)
         server.do_run = raising(lost)       # type: ignore[method-assign]
         assert worker._answer(server, "run", ())[:3] == (fate, "failed", f"RuntimeError: {lost}")
+    server.do_run = raising(OutOfTime("its time ended"))    # type: ignore[method-assign]
+    assert worker._answer(server, "run", ())[1:3] == ("timeout", "its time ended"), "with more of it, it may be the answer"
+    server.do_run = raising(lost)           # type: ignore[method-assign]
     sent: list[Any] = []
     monkeypatch.setattr(worker, "Server", lambda: server)
     monkeypatch.setattr(worker.socket, "socket", lambda fileno: None)

@@ -34,7 +34,7 @@ from saturate.inference.failures import first_words
 from saturate.inference.formats import OtherSizes
 from saturate.inference.source import NotMade, Source
 from saturate.inference.techniques import _wrap
-from saturate.inference.techniques._api import Context, Entry, NotApplied, Proof
+from saturate.inference.techniques._api import Context, Entry, NotApplied, OutOfTime, Proof
 from saturate.measure import placement
 from saturate.records.inference import ModelFacts
 from saturate.techniques._trees import copied
@@ -84,7 +84,7 @@ def _answer(server: Server, request: str, arguments: tuple[Any, ...]) -> tuple[A
     except users_code.RAISED as error:  # a model or technique raises anything; it is a fate
         text = traceback.format_exc()
         print(text, flush=True)
-        kinds = {NotApplied: "not_applied", NotMade: "not_made", OtherSizes: "other_sizes", MemoryError: "out_of_memory"}
+        kinds = {OutOfTime: "timeout", NotApplied: "not_applied", NotMade: "not_made", OtherSizes: "other_sizes", MemoryError: "out_of_memory"}
         kind = next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "failed")
         fate = "ended" if server.device == "cuda" and gpu_failures.broken(server.torch) else "raised"
         if kind != "out_of_memory" and server.folder and _is_full(server.folder):      # libraries say anything, or nothing

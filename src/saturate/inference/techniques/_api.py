@@ -61,6 +61,10 @@ def no_program(facts: ModelFacts) -> str | None:
     return "the model draws random numbers, and no other program draws the same" if facts.random else None
 
 
+class OutOfTime(NotApplied):
+    """Raised by `apply` when the time of this candidate ended before it could take effect: with more, it may."""
+
+
 @dataclass(frozen=True)
 class Train:
     """How the user trains: what unlocks recovery after pruning, QAT and distillation.
@@ -138,5 +142,5 @@ class InferenceTechnique(Protocol):
 
 __all__ = [
     "COMPRESSED_BYTES", "HEADINGS", "LOSSLESS", "STAGES", "Context", "Eligible", "Entry", "Ineligible", "InferenceTechnique", "NotApplied",
-    "Proof", "Technique", "Touch", "Train", "bound_of", "no_program", "variants_of",
+    "OutOfTime", "Proof", "Technique", "Touch", "Train", "bound_of", "no_program", "variants_of",
 ]

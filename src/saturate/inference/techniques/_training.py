@@ -18,7 +18,7 @@ from saturate.inference.modes import evaluate, training_parts
 from saturate.inference.pruning.shrink import Shrunk, shrink
 from saturate.inference.pruning.values import moved, samples, seeded
 from saturate.inference.techniques import _wrap
-from saturate.inference.techniques._api import Context, NotApplied
+from saturate.inference.techniques._api import Context, NotApplied, OutOfTime
 
 #: Epochs without an improvement on held-out inputs after which training stops.
 PATIENCE = 2
@@ -114,8 +114,8 @@ def recover(
     """Train `student` towards `teacher` and the user's loss, until the epochs, `context.deadline_s` or the patience end.
     The weights of the best epoch stay (of those at whose end `ready`); parts are left in the modes in which they came.
 
-    `after_step(progress)` runs after each update, progress from 0 to 1. Raises NotApplied where a loss is not finite, where
-    nothing can be trained, and where the time ended before the first step.
+    `after_step(progress)` runs after each update, progress from 0 to 1. Raises NotApplied where a loss is not finite and where
+    nothing can be trained, OutOfTime where the time ended before the first step.
     """
     torch = context.torch
     parameters = [parameter for parameter in student.parameters() if parameter.is_floating_point()]
@@ -178,7 +178,9 @@ class _Loop:
                 stopped = "no further progress"
                 break
         if not self.steps:
-            raise NotApplied("the time ended before the first training step" if self._late() else "train.epochs allows no training")
+            if self._late():
+                raise OutOfTime("its time ended before the first training step")
+            raise NotApplied("train.epochs allows no training")
         if kept is not None:
             self.student.load_state_dict(kept)
         return Recovery(self.steps, epochs, time.monotonic() - self.begun, before, best if kept is not None else self._distance(), stopped)
