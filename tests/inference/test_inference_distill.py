@@ -323,6 +323,25 @@ def test_a_batch_with_one_answer_for_all_is_no_infinite_distance(tmp_path: Path)
     assert found.after <= found.before < 10 and all(bool(parameter.isfinite().all()) for parameter in student.parameters())
 
 
+class Deep(nn.Module):
+    """Answers twice in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out, self.aside = nn.Linear(64, 128), nn.Linear(128, 128), nn.Linear(128, 10), nn.Linear(128, 10)
+
+    def forward(self, x: Any) -> Any:
+        x = functional.relu(self.first(x.flatten(1)))
+        scores = self.out(functional.relu(self.second(x)))
+        return (self.aside(x), scores) if self.training else scores
+
+
+def test_parts_that_only_training_has_are_named(tmp_path: Path) -> None:
+    train = Train(data()["train"], lambda output, target: functional.cross_entropy(output[1], target))
+    with pytest.raises(NotApplied, match="does not run in training mode, which may have parts that evaluation leaves out: mat1 and mat2"):
+        structured_pruning.apply(context(tmp_path, Deep().eval(), train=train), structured_pruning.Options(0.5))
+
+
 def test_it_works_where_gradients_are_off(tmp_path: Path) -> None:
     with torch.no_grad():
         assert recover(context(tmp_path), disturbed()).steps == 60

@@ -221,7 +221,7 @@ class _Loop:
             group["lr"] = rate * max(factor, FLOOR)
         with self.torch.no_grad():
             taught = self.teacher(*_wrap.own(self.context.facts, inputs))
-        output = self.student(*_wrap.own(self.context.facts, inputs))
+        output = self._trained_output(inputs)
         loss = distance(self.torch, output, taught, target, self.spreads)
         if self.data.loss is not None:
             own = self.data.loss(output, target)
@@ -238,6 +238,16 @@ class _Loop:
         self.steps += 1
         if self.after_step is not None:
             self.after_step(progress)
+
+    def _trained_output(self, inputs: tuple[Any, ...]) -> Any:
+        """The student's, in training mode. Raises NotApplied where it does not run there: what was cut, or replaced, was looked at in evaluation
+        mode, in which some models leave out parts of theirs (auxiliary heads)."""
+        try:
+            return self.student(*_wrap.own(self.context.facts, inputs))
+        except RuntimeError as error:
+            if self.steps or isinstance(error, self.torch.OutOfMemoryError):
+                raise
+            raise NotApplied(f"the changed model does not run in training mode, which may have parts that evaluation leaves out: {error}") from error
 
     def _distance(self) -> float:
         """Of the outputs as it serves, as a share of the original's variance; mean over the held-out batches."""
