@@ -145,10 +145,12 @@ class Own(nn.Module):
         self.conv, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.LayerNorm([8, 8, 8])
         self.scale, self.place = nn.Parameter(torch.rand(8, 1, 1) + 1), nn.Parameter(torch.randn(1, 8, 8, 8))
         self.matrix = nn.Parameter(torch.randn(512, 10))
-        self.weighed = nn.utils.parametrizations.weight_norm(nn.Linear(10, 10))
+        self.weighed, self.one = nn.utils.parametrizations.weight_norm(nn.Linear(10, 10)), nn.Linear(10, 1)
+        self.attention = nn.MultiheadAttention(10, 2, add_bias_kv=True)
 
     def forward(self, x: Any) -> Any:
-        return self.weighed((self.norm(self.conv(x)) * self.scale + self.place).flatten(1) @ self.matrix)
+        x = self.weighed((self.norm(self.conv(x)) * self.scale + self.place).flatten(1) @ self.matrix)
+        return self.one(self.attention(x, x, x)[0])
 
 
 def test_only_what_is_multiplied_gets_zeros(tmp_path: Path) -> None:
@@ -159,7 +161,8 @@ def test_only_what_is_multiplied_gets_zeros(tmp_path: Path) -> None:
     here = context(tmp_path, model, train=None)
     magnitude_pruning.apply(here, magnitude_pruning.Options(0.5))
     zeros = {name for name, parameter in here.model.named_parameters() if bool((parameter == 0).float().mean() > 0.4)}
-    assert zeros == {"conv.weight", "matrix"}, zeros
+    assert zeros >= {"conv.weight", "matrix", "one.weight", "attention.in_proj_weight", "attention.out_proj.weight"}, zeros
+    assert zeros <= {name for name, _ in here.model.named_parameters() if name.endswith(("weight", "matrix", "proj_bias", "proj.bias"))} - {"norm.weight"}, zeros
     assert magnitude_pruning.active(here, magnitude_pruning.Options(0.5)).active
 
 
@@ -495,6 +498,7 @@ def test_boxes_beside_class_scores_are_no_class_scores() -> None:
     expected = _training.distance(torch, scores, taught, target) + _training._relative(boxes, there)
     torch.testing.assert_close(_training.distance(torch, (scores, boxes), (taught, there), target), expected)
     assert _training._class_dimension(torch, scores, torch.tensor([0, 1, 2, 3, 3, 5])) is None, "there are more classes than scores"
+    assert _training._class_dimension(torch, scores, torch.tensor([0, 1, 2, 3, 3, 255])) == 1, "a place without a class"
 
 
 @pytest.mark.parametrize("shape", [(6, 1), (2, 1, 3, 3)])

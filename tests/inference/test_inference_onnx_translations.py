@@ -196,6 +196,15 @@ def test_infinities_pass_a_bound_on_the_other_side(technique, function, tmp_path
 
 
 @BOTH
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
+def test_whole_numbers_have_bounds_too(technique, dtype, tmp_path):
+    x = torch.arange(10, dtype=dtype).reshape(2, 5)
+    call = program(lambda x: ((x + 1).clamp(min=0), (x + 1).clamp(min=5), (x + 1).clamp(max=5)), (x,), technique, tmp_path)
+    for got, wanted in zip(call(x), ((x + 1).clamp(min=0), (x + 1).clamp(min=5), (x + 1).clamp(max=5)), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_negative_numbers_are_shifted_with_their_sign(technique, dtype, tmp_path):
     x = torch.tensor([0, 1, 5, -1, -20, -(2**20), 2**20], dtype=dtype)

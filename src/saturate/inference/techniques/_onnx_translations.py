@@ -95,9 +95,11 @@ def _clamp(self: Any, min: Any = None, max: Any = None) -> Any:
     from onnxscript.function_libs.torch_lib.ops.core import aten_clamp
 
     if not _whole(self):
+        if not _fraction(self) or (min is not None and max is not None):
+            return aten_clamp(self, min, max)
         if max is None:
             return opset18.Relu(self) if isinstance(min, int | float) and min == 0 else opset18.Max(self, opset18.CastLike(min, self))
-        return opset18.Min(self, opset18.CastLike(max, self)) if min is None else aten_clamp(self, min, max)
+        return opset18.Min(self, opset18.CastLike(max, self))
     found = self if min is None else _larger(self, opset18.CastLike(min, self))
     return found if max is None else _smaller(found, opset18.CastLike(max, self))
 
@@ -190,6 +192,12 @@ def _whole(value: Any) -> bool:
     from onnxscript import INT32, INT64
 
     return value.dtype in (INT32.dtype, INT64.dtype)
+
+
+def _fraction(value: Any) -> bool:
+    from onnxscript import DOUBLE, FLOAT, FLOAT16
+
+    return value.dtype in (FLOAT.dtype, DOUBLE.dtype, FLOAT16.dtype)
 
 
 def _divided(self: Any, other: Any) -> dict[str, Any]:

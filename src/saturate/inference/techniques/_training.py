@@ -33,6 +33,10 @@ RATE_WITHOUT_TRAIN, EPOCHS_WITHOUT_TRAIN = 1e-4, 20
 FLOOR, WARM_UP = 0.02, 0.05
 
 
+#: What data sets of segmentation write where there is no class.
+_NO_CLASS = 255
+
+
 @dataclass(frozen=True)
 class Recovery:
     """How it went. `before` and `after` are distances to the original on held-out inputs, as a share of its variance."""
@@ -293,7 +297,8 @@ def _class_dimension(torch: Any, scores: Any, target: Any) -> int | None:
     dim = scores.ndim - 1 if scores.shape[:-1].numel() == target.numel() else None
     if tuple(scores.shape[:1] + scores.shape[2:]) == tuple(target.shape):
         dim = 1
-    return dim if dim is not None and scores.shape[dim] > max(1, int(target.max()) if target.numel() else 1) else None
+    named = target[target != _NO_CLASS]
+    return dim if dim is not None and scores.shape[dim] > max(1, int(named.max()) if named.numel() else 1) else None
 
 
 def _divergence(torch: Any, one: Any, other: Any, dim: int) -> Any:
