@@ -309,7 +309,7 @@ def test_what_was_found_outlives_an_end_in_the_confirmation(plant, here, monkeyp
     assert {one.id: one.fate for one in record.candidates} == {"trap-honest": "dominated", "trap-liar": "rejected_behaviour"}
     assert says in record.notes[0] and Path(record.report).exists()
     assert msgspec.json.decode(Path("work/result.json").read_bytes())["unconfirmed"]["id"] == "trap-honest"
-    with pytest.raises(NothingFaster, match="nothing faster") as nothing:
+    with pytest.raises(NothingFaster, match="nothing that is faster") as nothing:
         caught.value.result.best        # noqa: B018
     assert "not confirmed" in nothing.value.cause
 

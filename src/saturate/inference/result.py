@@ -79,7 +79,7 @@ class Result:
                 use = "other limits, or more time" if over else "use the model as it is"
                 if self.record.verdict == "inconclusive":
                     use = f"the same call with more time and workdir={str(self._lab.folder)!r} goes on from here"
-                raise NothingFaster(f"nothing that {self._better(over)} was found, so there is no artifact", cause=self._why(),
+                raise NothingFaster(f"nothing that {_better(self.record.objective, over)} was found, so there is no artifact", cause=self._why(),
                                     remedy=f"{use}; result.table() says what was tried")
             self._best = artifact.load(self.record.artifact)
         return self._best
@@ -94,11 +94,6 @@ class Result:
         from saturate.report import inference_words
 
         return inference_words.why_nothing(self.record)
-
-    def _better(self, over: bool) -> str:
-        from saturate.report import inference_words
-
-        return inference_words.better(self.record.objective, over)
 
     def __repr__(self) -> str:
         from saturate.report import inference as report
@@ -151,7 +146,7 @@ class Result:
         best = best_of(won, won if won is not None and won.found.candidate.lossless else None, final, None,
                        "another budget's choice is raced against the model alone")
         if won is None or best is None:
-            better = self._better(search.over is not None)
+            better = _better(search.objective, search.over is not None)
             raise NothingFaster(f"nothing that was tried {better} within a drop of {max_drop:g}, as far as is shown", cause=_closest(search),
                                 remedy="result.table() says what was tried; more time may decide what is open: pick(max_drop, time=1200)")
         artifact.confirm(won.artifact, best)
@@ -180,6 +175,12 @@ def judged(found: Tried, lab: Lab) -> Tried:
     elif found.unscored or (found.fate == "inconclusive" and found.candidate.lossless):
         found.fate = "dominated"
     return found
+
+
+def _better(objective: str, over: bool) -> str:
+    from saturate.report import inference_words
+
+    return inference_words.better(objective, over)
 
 
 def _closest(search: Search) -> str:
