@@ -81,7 +81,7 @@ def test_one_that_saves_nothing_is_refused(tmp_path: Path) -> None:
 def test_one_that_saves_into_files_that_it_opened_is_told_so(tmp_path: Path) -> None:
     into = ("def save(step):\n    with open('checkpoint.pt', 'wb') as file: torch.save({'step': step}, file)\n"
             "load = lambda: 0")
-    said = advise(tmp_path, changed(into), "--budget", "20s", code=2)
+    said = advise(tmp_path, changed(into), "--budget", "40s", code=2)        # imports alone take a quarter of it where a machine is busy
     assert "the script opened itself" in said["stderr"]
 
 
