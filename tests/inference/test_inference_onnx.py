@@ -24,6 +24,7 @@ from torch import nn  # noqa: E402
 
 from saturate.errors import ArtifactDamaged  # noqa: E402
 from saturate.inference import structure  # noqa: E402
+from saturate.inference.facts import cpu_flags  # noqa: E402
 from saturate.inference.formats import onnx as files  # noqa: E402
 from saturate.inference.techniques import (  # noqa: E402
     _onnx,
@@ -36,6 +37,9 @@ from saturate.inference.techniques import (  # noqa: E402
 )
 from saturate.inference.techniques._api import Context, NotApplied  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
+
+#: Without VNNI sums of full ranges saturate.
+NARROW = not _onnx.vnni(ModelFacts(cpu_flags=cpu_flags()))
 
 INSTALLED = {"onnx": "1.23", "onnxruntime": "1.30", "onnxscript": "0.7"}
 FACTS = ModelFacts(torch=torch.__version__, dtypes=("float32",), linears=4, convolutions=2, attentions=1, installed=INSTALLED,
@@ -288,7 +292,7 @@ def test_complex_inputs_are_refused_by_name(tmp_path):
 def test_static_int8_of_a_convolutional_net(tmp_path):
     model = Net().eval()
     context = context_of(model, images(2), tmp_path, calibration=images(6))
-    said = onnx_int8_static.apply(context, onnx_int8_static.Options())
+    said = onnx_int8_static.apply(context, onnx_int8_static.Options(reduce_range=NARROW))
     proof = onnx_int8_static.active(context, onnx_int8_static.Options())
     assert proof.active and "2 QLinearConv" in proof.evidence and "6 calibration batches" in said
     (x,) = images(1, batch=3)[0]
@@ -326,7 +330,7 @@ def test_a_layer_that_is_kept_reads_what_was_not_rounded(tmp_path):
     expected, agreed = model.eval()(*images[0]), {}
     for keep in ((), ("second",)):
         context = context_of(model, images[:1], tmp_path / f"keep{len(keep)}", calibration=images, keep=keep)
-        onnx_int8_static.apply(context, onnx_int8_static.Options())
+        onnx_int8_static.apply(context, onnx_int8_static.Options(reduce_range=NARROW))
         agreed[keep] = agreement_db(expected, context.call(*images[0]))
         assert _onnx.integer_proof(context, "onnx-int8-static").active
     assert agreed[()] < 12 and agreed["second",] > 30, agreed
@@ -338,7 +342,7 @@ def test_a_kept_linear_layer_stays_out_of_dynamic_int8(tmp_path):
     x = torch.randn(4, 16)
     everything, kept = (context_of(model, [(x,)], tmp_path / name, keep=keep) for name, keep in (("a", ()), ("b", {"inner"})))
     for context in (everything, kept):
-        onnx_int8_dynamic.apply(context, onnx_int8_dynamic.Options())
+        onnx_int8_dynamic.apply(context, onnx_int8_dynamic.Options(reduce_range=NARROW))
     count = [sum(_onnx.census(context, "onnx-int8-dynamic").get(name, 0) for name in _onnx.INTEGER) for context in (everything, kept)]
     assert count == [2, 1]
     assert agreement_db(model(x), kept.call(x)) > agreement_db(model(x), everything.call(x)) > 25
@@ -349,11 +353,11 @@ def test_a_weight_that_several_products_share_is_quantized_for_each(tmp_path, mo
     model = Tied().eval()
     (x,) = ids(1)[0]
     context = context_of(model, ids(2), tmp_path / "good")
-    onnx_int8_dynamic.apply(context, onnx_int8_dynamic.Options())
+    onnx_int8_dynamic.apply(context, onnx_int8_dynamic.Options(reduce_range=NARROW))
     assert agreement_db(model(x), context.call(x)) > 25
     monkeypatch.setattr(_onnx_int8, "separate_weights", lambda graph: 0)
     context = context_of(model, ids(2), tmp_path / "bad")
-    onnx_int8_dynamic.apply(context, onnx_int8_dynamic.Options())
+    onnx_int8_dynamic.apply(context, onnx_int8_dynamic.Options(reduce_range=NARROW))
     assert agreement_db(model(x), context.call(x)) < 25, "the trap is gone: separate_weights may go too"
 
 

@@ -23,8 +23,10 @@ from torch import nn  # noqa: E402 - after the check for torch
 
 from saturate.errors import ArtifactDamaged, EnvironmentProblem  # noqa: E402
 from saturate.inference import structure  # noqa: E402
+from saturate.inference.facts import cpu_flags  # noqa: E402
 from saturate.inference.formats import openvino as programs  # noqa: E402
 from saturate.inference.techniques import (  # noqa: E402
+    _onnx,
     _onnx_int8,
     _openvino,
     onnx_int8_static,
@@ -132,6 +134,8 @@ def applied(technique: Any, folder: Path, model: Any = None, inputs: Any = None,
     model = (model or Pooled()).eval().requires_grad_(False)
     inputs = inputs or [batch(), (batch(4, 12))]
     context = Context(torch, model, "cpu", inputs, calibration or [batch(4), batch(4)], FACTS, folder, 1)
+    if technique is openvino_int8_static and not _onnx.vnni(ModelFacts(cpu_flags=cpu_flags())):
+        options = {"reduce_range": True, **options}         # sums of full ranges saturate on this CPU
     technique.apply(context, technique.Options(**options))
     return context
 
