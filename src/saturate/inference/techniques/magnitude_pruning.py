@@ -180,21 +180,21 @@ def _mask(torch: Any, weight: Any, share: float) -> Any:
 
 
 def _weights(torch: Any, model: Any) -> list[Any]:
-    """What is multiplied: weights of two dimensions or more, of layers that are known to multiply by them (attention's biases have three, the
-    first two of size 1); of a module that is not torch's own also its plain parameters, unless they scale (a vector, however many dimensions
-    of size 1 it has) or are added to every sample of a batch (a first dimension of size 1). Not what an embedding looks up, also where a
-    layer shares it."""
-    layers = tuple(getattr(torch.nn, name) for name in LAYERS)
+    """What is multiplied, each once: plain floating-point parameters. Not what an embedding looks up, also where a layer shares it."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))}
-    found = {}
-    for module in model.modules():
-        known, foreign = isinstance(module, layers), not type(module).__module__.startswith("torch.nn.") and not _SCALES.search(type(module).__name__)
-        for weight in module.parameters(recurse=False):
-            own = weight.ndim > 1 and tuple(weight.shape[:2]) != (1, 1)
-            matrix = weight.ndim > 1 and weight.shape[0] > 1 and sum(size > 1 for size in weight.shape) > 1
-            if ((known and own) or (foreign and matrix)) and type(weight) is torch.nn.Parameter and weight.is_floating_point() and id(weight) not in looked_up:
-                found[id(weight)] = weight
-    return list(found.values())
+    found = {id(weight): weight for module in model.modules() for weight in module.parameters(recurse=False)
+             if type(weight) is torch.nn.Parameter and weight.is_floating_point() and _multiplies(torch, module, weight)}
+    return [weight for key, weight in found.items() if key not in looked_up]
+
+
+def _multiplies(torch: Any, module: Any, weight: Any) -> bool:
+    """Whether a module multiplies by its parameter. Of the known layers all with two dimensions do (attention's biases have three, the first two
+    of size 1). Of modules that are not torch's own nobody knows: not those that scale (a vector, however many dimensions of size 1 it has)
+    or are added to every sample of a batch (a first dimension of size 1)."""
+    if isinstance(module, tuple(getattr(torch.nn, name) for name in LAYERS)):
+        return weight.ndim > 1 and tuple(weight.shape[:2]) != (1, 1)
+    foreign = not type(module).__module__.startswith("torch.nn.") and not _SCALES.search(type(module).__name__)
+    return foreign and weight.ndim > 1 and weight.shape[0] > 1 and sum(size > 1 for size in weight.shape) > 1
 
 
 def _zeros(weights: list[Any]) -> float:
