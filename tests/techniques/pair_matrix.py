@@ -5,7 +5,7 @@ torch is imported once, and each training is a fork of this process that starts 
 
 Under a pair runs the whole training of `pair_training`. What it saved is then gone on with under the pair and under nothing, and a checkpoint
 of a training under nothing under the pair. Numbers may be as far from those without techniques as the weaker of the two numerics
-classes allows; where one of the two is `exact`, they are those under the other one alone, bit by bit.
+classes allows; where one of the two is `exact`, they are those under the other one alone, bit by bit but for `ROUNDED_OTHERWISE`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ TOLERANCE = {"exact": 0.0, "reordering": 1e-4, "stream": 1e-3, "precision": 5e-2
 
 #: A rate that is larger during the step is one that changes between backward and step.
 IDLE_TOGETHER = ({"optimizer-in-backward", "global-batch"},)
+
+#: Fused kernels leave a step to the script's own where some parameters have momentum and others beside them have none; a parameter that is
+#: updated alone has no others beside it. What is computed is the same, rounded otherwise.
+ROUNDED_OTHERWISE = ({"fused-optimizer", "optimizer-in-backward"},)
 
 LIMIT_S = 120.0
 
@@ -117,6 +121,8 @@ class Matrix:
         rest = tuple(name for name, numerics in zip(ids, classes) if numerics != "exact")
         weakest = max(classes, key=list(TOLERANCE).index)
         like, allowed = (self.alone(rest)[0], 0.0) if len(rest) < len(ids) else (plain, TOLERANCE[weakest])
+        if set(ids) in ROUNDED_OTHERWISE:
+            allowed = TOLERANCE[weakest]
         if weakest == "convergence" and len(rest) == 2:
             like, allowed = self.alone(("global-batch",))[0], max(TOLERANCE[numerics] for numerics in classes if numerics != weakest)
         folder = self.folder / "+".join(ids)

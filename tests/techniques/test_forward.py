@@ -253,6 +253,48 @@ def test_layers_alone_are_refused_where_there_is_none():
         bf16_autocast.apply(context_of(torch.nn.LSTM(4, 4).train()), bf16_autocast.Options(scope="layers"))
 
 
+class Reads(torch.nn.Module):
+    """An LSTM between layers that is given states and a packed sequence, as a script may have computed them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.lstm, self.head = torch.nn.Linear(4, 8), torch.nn.LSTM(8, 8), torch.nn.Linear(8, 2)
+        self.formats = []
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        found, state = self.lstm(hidden, (hidden[:1], hidden[1:2]))
+        found, _ = self.lstm(torch.nn.utils.rnn.pack_padded_sequence(found, [3, 2]), state)
+        self.formats.append((hidden.dtype, found.data.dtype))
+        return self.head(found.data)
+
+
+@pytest.mark.parametrize("runs", [None, False])
+@pytest.mark.parametrize("technique,narrow", [(bf16_autocast, torch.bfloat16), (fp16_autocast, torch.float16)])
+def test_an_lstm_stays_in_float32_where_torch_has_none_in_the_format(technique, narrow, runs, monkeypatch):
+    """On CPUs without AVX-512 torch asks for a kernel that there is not, and the script would end."""
+    model, x = Reads().train(), torch.rand(3, 2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected, context = model(x), context_of(model, optimizers=(optimizer,))
+    if runs is False:
+        monkeypatch.setattr(_autocast, "runs_lstm", lambda context, dtype: False)
+    runs = _autocast.runs_lstm(context, narrow)
+    drawn = torch.get_rng_state()
+    technique.apply(context, technique.Options())
+    assert torch.equal(drawn, torch.get_rng_state())
+    output = model(x)
+    assert output.dtype == torch.float32 and torch.allclose(output, expected, atol=0.05)
+    assert model.formats[-1] == (narrow, narrow if runs else torch.float32)
+    output.sum().backward()
+    assert model.layer.weight.grad.any() and model.lstm.weight_hh_l0.grad.any()
+    assert technique.active(evidence_of(context), technique.Options()).active
+    model.lstm.eval()       # frozen, as a part that is not trained
+    assert torch.allclose(model(x), expected, atol=0.05)
+    assert torch.equal(model.eval()(x), expected)
+    context.undo()
+    assert torch.equal(model.train()(x), expected) and not any(map(is_ours, model.modules()))
+
+
 class Spectral(torch.nn.Module):
     """Written by hand, as many scripts have it: its vectors are parameters that each forward sets."""
 

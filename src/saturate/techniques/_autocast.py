@@ -77,6 +77,15 @@ def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool]
 
         return forward
 
+    def outside_autocast(inner: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_autocast_enabled(device):
+                return inner(self, *args, **kwargs)
+            with torch.autocast(device, enabled=False):
+                return inner(self, *map_tensors(args, widen, torch), **map_tensors(kwargs, widen, torch))
+
+        return forward
+
     def look(held: weakref.ref[Any], before: set[_Place], output: Any) -> None:
         node = computed_in(output, dtype, torch)
         if node:
@@ -94,6 +103,10 @@ def wrap_autocast(context: Any, dtype: Any, key: str, wanted: Callable[[], bool]
             raise NotApplied(f"{type(module).__name__} has no layer that could compute in {str(dtype).removeprefix('torch.')} alone")
         for part in parts:
             context.wrap_forward(part, AUTOCAST_ORDER, wrap, around=True)
+        lstms = [part for part in module.modules() if isinstance(part, torch.nn.LSTM)] if inside is None else []
+        if lstms and not runs_lstm(context, dtype):
+            for part in lstms:
+                context.wrap_forward(part, AUTOCAST_ORDER - 1, outside_autocast, around=True, in_evaluation=outside_autocast)
         wrapped.update(map(id, parts))
         observe_first_call(context, module, functools.partial(look, weakref.ref(module), _held_in(module, dtype)))
 
@@ -137,3 +150,17 @@ def cache_loses_gradients(context: Any, dtype: Any) -> bool:
             with torch.no_grad():
                 torch.mm(weight, weight)
             return torch.mm(weight, weight).grad_fn is None
+
+
+def runs_lstm(context: Any, dtype: Any) -> bool:
+    """Whether LSTMs run under this autocast. On a CPU without AVX-512, torch 2.13 has no kernel of them for either format, and asks for it
+    all the same."""
+    torch = context.torch
+    if context.device != "cpu":
+        return True
+    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=dtype):
+        try:
+            torch.nn.LSTM(1, 1)(torch.zeros(1, 1, 1))
+        except RuntimeError:
+            return False
+    return True

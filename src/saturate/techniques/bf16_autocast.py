@@ -35,7 +35,8 @@ The forward of each outermost module (or layer, see above) is wrapped while it i
 returned tuples, dictionaries, dataclasses and distributions of `torch.distributions` are widened to float32. A forward that the script
 compiled, or that a library put on the module, is wrapped from outside; what is compiled is compiled once more for it. Refused where the
 script autocasts itself, and where the forward calls the backward pass and the optimizer: both would run under autocast, too. Refused,
-too, where `torch.nn.DataParallel` runs parts of it on several devices: its threads would autocast to float16.
+too, where `torch.nn.DataParallel` runs parts of it on several devices: its threads would autocast to float16. An LSTM stays in float32
+on a CPU for which torch has no kernel of it in bfloat16 (those without AVX-512), where the script would end.
 
 References
 ----------

@@ -31,7 +31,7 @@ served and raises.
 What looks at gradients while backward goes on would see scaled ones. Where the script hooks a tensor or the backward of a module,
 or retains the gradient of an intermediate tensor, the technique withdraws with a line on stderr: the training goes on in float32.
 An autograd function of the script's own whose backward is not linear in its gradient (a clamp) is not seen. Threads may train
-models of their own side by side, but not the same parameters.
+models of their own side by side, but not the same parameters. LSTMs stay in float32 where `bf16-autocast` leaves them so.
 
 References
 ----------

@@ -21,7 +21,8 @@ Numerics
 separately. If something else holds a parameter when its gradient is complete, the rest of the backward pass may still read it
 (through `.detach()` or `.data`, or where it was used frozen): in such a step, the script's own `step` updates it. One case cannot be
 noticed: a weight that is first fetched, past autograd, while the backward pass runs, by a backward function of the script's own, or by
-a checkpointed forward that uses the detached weight and is computed again.
+a checkpointed forward that uses the detached weight and is computed again. With `fused-optimizer`, a step of SGD that its kernels would
+leave to the script's own (some parameters have momentum, others none yet) is fused here: rounded otherwise, as that technique is.
 
 How it is applied
 -----------------

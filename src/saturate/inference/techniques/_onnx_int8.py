@@ -213,13 +213,25 @@ def _fit(tensors: list[Any], wanted: list[dict[str, Any]]) -> bool:
 
 # -- the same without saturate -----------------------------------------------------------------------------------------
 
-PREPARE_CODE = """\
-import onnx
+# `prepare`. ONNX Runtime's own quant_pre_process (1.30) folds nothing where symbolic shapes are skipped: a weight that is only transposed
+# would get one unsigned range for all of its channels, as an activation does.
+PREPARE_CODE = f"""\
+import onnx, onnxruntime
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantFormat, QuantType, quantize_dynamic, quantize_static
-from onnxruntime.quantization.shape_inference import quant_pre_process
-quant_pre_process("model.onnx", "prepared.onnx", skip_symbolic_shape=True)
+folding = onnxruntime.SessionOptions()      # of constants and batch normalization: only weights that are constants get a range per channel
+folding.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+folding.optimized_model_filepath = "prepared.onnx"
+onnxruntime.InferenceSession("model.onnx", folding, providers=["CPUExecutionProvider"])
 prepared = onnx.load("prepared.onnx")
 del prepared.graph.value_info[:]      # shapes that the exporter wrote, which the quantizer would find in conflict with its own
+weights, taken = {{tensor.name: tensor for tensor in prepared.graph.initializer}}, set()
+for node in sorted(prepared.graph.node, key=lambda node: node.op_type in {FLOAT}):      # products share no weights: they are quantized in place
+    for place, name in enumerate(node.input):
+        if node.op_type in {FLOAT} and name in weights and name in taken:
+            own = prepared.graph.initializer.add()
+            own.CopyFrom(weights[name])
+            own.name = node.input[place] = f"{{name}}.{{len(prepared.graph.initializer)}}"
+        taken.add(name)
 onnx.save(prepared, "prepared.onnx")
 """
 
