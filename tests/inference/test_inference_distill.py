@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ torch = pytest.importorskip("torch", reason="recovery trains torch modules")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+from saturate.errors import WorkloadFailed  # noqa: E402
 from saturate.inference.candidates import Candidate, Part  # noqa: E402
 from saturate.inference.techniques import (  # noqa: E402
     _training,
@@ -415,12 +417,49 @@ def test_zeros_are_complete_even_when_the_time_ends(tmp_path: Path, now: list[fl
     (lambda: Train([], functional.cross_entropy), "no batch"),
     (lambda: Train(data()["train"], functional.cross_entropy, epochs=0), "allows no training"),
     (lambda: Train(iter(data()["train"]), functional.cross_entropy), "iterated only once"),
+    (lambda: Train(data()["train"], functional.cross_entropy, optimizer=lambda parameters: 0.1), "train.optimizer gave a float"),
 ])
 def test_a_training_that_cannot_work_is_refused_by_name(train: Any, reason: str, tmp_path: Path) -> None:
     here, student = context(tmp_path, train=train()), disturbed()
     with pytest.raises(NotApplied, match=reason):
         recover(here, student)
     assert not student.training and not any(parameter.requires_grad or parameter.grad is not None for parameter in student.parameters())
+
+
+def broken_loader() -> Any:
+    yield from data()["train"][:1]
+    raise OSError("shard 2 is gone")
+
+
+@pytest.mark.parametrize("train, message, cause", [
+    (lambda: Train(data()["train"], lambda output: output.sum()), "train.loss failed", "TypeError: .* takes 1 positional argument but 2 were given"),
+    (lambda: Train(broken_loader(), functional.cross_entropy), "reading train.loader failed", "OSError: shard 2 is gone"),
+    (lambda: Train(data()["train"], functional.cross_entropy, optimizer=lambda: None), "train.optimizer failed", "TypeError"),
+    (lambda: Train(data()["train"], functional.cross_entropy, optimizer=lambda parameters: torch.optim.LBFGS(parameters)),
+     "a step of the optimizer failed", "TypeError: .*closure"),
+])
+def test_what_of_the_users_fails_is_said(train: Any, message: str, cause: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkloadFailed, match=message) as caught:
+        recover(context(tmp_path, train=train()), disturbed())
+    assert re.search(cause, caught.value.cause)
+
+
+@pytest.mark.parametrize("student, error, reason", [
+    (lambda: 1 / 0, WorkloadFailed, "train.student failed"), (lambda: "resnet18", NotApplied, "train.student gave a str"),
+])
+def test_a_student_that_is_not_built_is_named(student: Any, error: type[Exception], reason: str, tmp_path: Path) -> None:
+    train = dataclasses.replace(context(tmp_path).train, student=student)
+    with pytest.raises(error, match=reason):
+        distillation.apply(context(tmp_path, train=train), distillation.Options(ratio=0.0))
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_memory_that_ends_in_a_loss_stays_what_it_is(error: type[Exception], tmp_path: Path) -> None:
+    def loss(output: Any, target: Any) -> Any:
+        raise error
+
+    with pytest.raises(error):
+        recover(context(tmp_path, train=Train(data()["train"], loss)), disturbed())
 
 
 def test_nothing_to_train_on_is_said(tmp_path: Path) -> None:

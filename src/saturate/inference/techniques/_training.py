@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from saturate.errors import WorkloadFailed
+from saturate.inference import users_code
 from saturate.inference.batches import tensors
 from saturate.inference.modes import evaluate, training_parts
 from saturate.inference.pruning.shrink import Shrunk, shrink
@@ -75,7 +77,8 @@ class Data:
 
 
 def data(context: Context) -> Data:
-    """The user's training data, or the calibration inputs without targets. Raises NotApplied without either."""
+    """The user's training data, or the calibration inputs without targets. Raises NotApplied without either; what reads them raises
+    WorkloadFailed where the user's loader does."""
     torch, train = context.torch, context.train
     if train is None:
         inputs = list(context.calibration)
@@ -86,7 +89,7 @@ def data(context: Context) -> Data:
                     RATE_WITHOUT_TRAIN, EPOCHS_WITHOUT_TRAIN, len(inputs))
 
     def batches() -> Iterator[tuple[tuple[Any, ...], Any]]:
-        for batch in train.loader:
+        for batch in users_code.items(train.loader, "train.loader"):
             if not isinstance(batch, (tuple, list)) or len(batch) < 2:
                 raise NotApplied(f"train.loader gave a {type(batch).__name__}; tuples (*inputs, target) are needed")
             *inputs, target = moved(torch, batch, context.device)
@@ -97,6 +100,17 @@ def data(context: Context) -> Data:
     except TypeError:       # it has none, or is a DataLoader over something without one
         length = None
     return Data(batches, train.loss, train.optimizer, train.learning_rate, train.epochs, length)
+
+
+def asked(torch: Any, what: str, function: Callable[..., Any], *given: Any) -> Any:
+    """What the user's own function gives. Raises WorkloadFailed with its name where it fails; memory that ends is nobody's fault by name."""
+    try:
+        with users_code.running(what):
+            return function(*given)
+    except WorkloadFailed as failed:
+        if isinstance(failed.__cause__, (MemoryError, torch.OutOfMemoryError)):
+            raise failed.__cause__ from None
+        raise
 
 
 def validation(context: Context) -> list[tuple[Any, ...]]:
@@ -144,12 +158,19 @@ class _Loop:
         self.student, self.teacher, self.on_purpose = student, teacher, training_parts(student)
         self.after_step, self.ready = after_step, ready
         self.data = data(context)
-        make = self.data.optimizer or (lambda chosen: self.torch.optim.AdamW(chosen, lr=self.data.learning_rate))
-        self.optimizer = make(parameters)
+        self.optimizer = self._optimizer(parameters)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.held = moved(self.torch, validation(context), context.device)
         self.spreads = self._spreads()
         self.length, self.steps, self.begun = self.data.length, 0, time.monotonic()
+
+    def _optimizer(self, parameters: list[Any]) -> Any:
+        if self.data.optimizer is None:
+            return self.torch.optim.AdamW(parameters, lr=self.data.learning_rate)
+        found = asked(self.torch, "train.optimizer", self.data.optimizer, parameters)
+        if not all(hasattr(found, name) for name in ("param_groups", "step", "zero_grad")):
+            raise NotApplied(f"train.optimizer gave a {type(found).__name__}; it makes a torch optimizer of the parameters that it is given")
+        return found
 
     def _spreads(self) -> list[Any]:
         """The variance of each of the original's outputs, over the held-out batches: that of one batch may be nothing, where it holds one sample
@@ -228,7 +249,7 @@ class _Loop:
         output = self._trained_output(inputs)
         loss = distance(self.torch, output, taught, target, self.spreads)
         if self.data.loss is not None:
-            own = self.data.loss(output, target)
+            own = asked(self.torch, "train.loss", self.data.loss, output, target)
             if not isinstance(own, self.torch.Tensor) or own.numel() != 1:
                 raise NotApplied("train.loss did not return a tensor of one number")
             loss = own.reshape(()) + (0.0 if loss is None else loss)
@@ -238,7 +259,7 @@ class _Loop:
             raise NotApplied(f"training diverged: the loss is {loss.item()} at step {self.steps}")
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        self.optimizer.step()
+        asked(self.torch, "a step of the optimizer", self.optimizer.step)
         self.steps += 1
         if self.after_step is not None:
             self.after_step(progress)

@@ -109,7 +109,10 @@ def _student(context: Context) -> Any:
     if context.train is None or context.train.student is None:
         raise NotApplied("`train` has no student")
     with _training.seeded(torch, 0):
-        student = context.train.student().to(context.device).eval()
+        student = _training.asked(torch, "train.student", context.train.student)
+        if not isinstance(student, torch.nn.Module):
+            raise NotApplied(f"train.student gave a {type(student).__name__}; it builds the module to be taught")
+        student = student.to(context.device).eval()
     with torch.no_grad():
         answers = [model(*_wrap.own(context.facts, context.inputs[0])) for model in (context.model, student)]
     shapes = [[(tuple(tensor.shape), tensor.dtype) for tensor in _training.tensors(torch, answer)] for answer in answers]
