@@ -134,7 +134,7 @@ def test_runs_offline_and_writes_only_its_output(place, name):
     assert list(place.home.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["lightning_digits", "hf_trainer", "accelerate_lm", "ddp_digits"])
+@pytest.mark.parametrize("name", ["lightning_digits", pytest.param("hf_trainer", marks=pytest.mark.slow), "accelerate_lm", "ddp_digits"])
 def test_a_recipe_acts_in_every_framework(place, name):
     """What did not take effect, or is not in effect when the script ends, `run` says on stderr."""
     place.env["TMPDIR"] = tempfile.gettempdir()         # one with room for the sockets of workers

@@ -272,7 +272,7 @@ def test_a_trial_whose_supervisor_is_gone_is_over(script, start):
     assert ended.value.outcome.kind == "supervisor_died"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)], ids=lambda n: n.name)
 def test_a_signal_ends_a_tune_in_order(number, folder):
     folder.write("train.py", TRAINING + FOREVER)
     with untouched(folder.path.parent), folder.start() as process:

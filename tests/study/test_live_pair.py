@@ -84,7 +84,7 @@ def test_both_start_before_either_is_waited_for(bench: Bench) -> None:
     assert [trial["outcome"] for trial in bench.store.trials()] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("crowded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_is_noted_what_started_beside_one_that_wants_the_same_cores(bench: Bench, crowded: bool) -> None:
     bench.pace = Pace(0.001, 9.0, crowded)
     for live in bench.live_pair("a", (), "b", ()):
@@ -168,7 +168,7 @@ def test_the_other_is_ended_when_one_fails(a: str, b: str, side: str, in_turn: b
     assert not bench.living and {trial["outcome"] for trial in bench.store.trials()} == {failed, "ok"}
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("in_turn", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_both_are_started_again_where_the_first_isolation_is_refused(in_turn: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.pace = Pace(0.7, 9.0, crowded=in_turn)
     said: list[str] = []
@@ -295,7 +295,7 @@ def in_order(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("in_turn", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_verification_runs_are_recorded_two_at_a_time(in_turn: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.pace = Pace(0.1, 9.0, crowded=in_turn)
     alone, together = Verifier(bench), Verifier(bench, at_once=2)

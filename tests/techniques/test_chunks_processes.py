@@ -121,7 +121,7 @@ print(losses)
 """
 
 
-@pytest.mark.parametrize("limit", [342, 390], ids=["in its forward", "in its backward"])
+@pytest.mark.parametrize("limit", [pytest.param(342, id="in its forward", marks=pytest.mark.slow), pytest.param(390, id="in its backward")])
 def test_a_run_survives_a_loss_that_really_runs_out(run, clean_environment, limit):
     clean_environment["MALLOC_MMAP_THRESHOLD_"] = "65536"       # what is given back is the kernel's again
     roomy = run(WORDS, 100_000)

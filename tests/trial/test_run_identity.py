@@ -362,7 +362,7 @@ def test_the_recipe_really_acts(place: Place) -> None:
     assert place.under(TECHNIQUES, sys.executable, "train.py").stdout == b"True False True\ndone\n"
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", "fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_children_are_left_alone(method: str, place: Place) -> None:
     rest = f"""
 import multiprocessing as mp
