@@ -20,6 +20,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from saturate.errors import WorkloadFailed  # noqa: E402
+from saturate.inference import worker  # noqa: E402
 from saturate.inference.candidates import Candidate, Part  # noqa: E402
 from saturate.inference.techniques import (  # noqa: E402
     _training,
@@ -348,8 +349,9 @@ def test_parts_that_only_training_has_are_named(tmp_path: Path) -> None:
 
 
 def test_it_works_where_gradients_are_off(tmp_path: Path) -> None:
+    here, student = context(tmp_path), disturbed()      # the model of these tests is trained once, by who asks first
     with torch.no_grad():
-        assert recover(context(tmp_path), disturbed()).steps == 60
+        assert recover(here, student).steps == 60
 
 
 def test_the_best_epoch_counts(tmp_path: Path) -> None:
@@ -453,13 +455,23 @@ def test_a_student_that_is_not_built_is_named(student: Any, error: type[Exceptio
         distillation.apply(context(tmp_path, train=train), distillation.Options(ratio=0.0))
 
 
-@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-def test_memory_that_ends_in_a_loss_stays_what_it_is(error: type[Exception], tmp_path: Path) -> None:
-    def loss(output: Any, target: Any) -> Any:
-        raise error
+def too_large(*given: Any) -> Any:
+    raise MemoryError
 
-    with pytest.raises(error):
-        recover(context(tmp_path, train=Train(data()["train"], loss)), disturbed())
+
+def too_large_a_loader() -> Any:
+    yield from data()["train"][:1]
+    raise MemoryError
+
+
+@pytest.mark.parametrize("train, named", [
+    (lambda: Train(data()["train"], too_large), "train.loss"), (lambda: Train(too_large_a_loader(), functional.cross_entropy), "train.loader"),
+])
+def test_memory_that_ends_in_what_is_the_users_stays_that(train: Any, named: str, tmp_path: Path) -> None:
+    server = worker.Server()
+    server.do_recover = lambda: recover(context(tmp_path, train=train()), disturbed())      # type: ignore[attr-defined]
+    fate, kind, reason, _ = worker._answer(server, "recover", ())
+    assert (fate, kind) == ("raised", "out_of_memory") and f"{named} failed: MemoryError" in reason
 
 
 def test_nothing_to_train_on_is_said(tmp_path: Path) -> None:

@@ -429,7 +429,6 @@ def test_an_honest_technique_is_kept(name: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "work").iterdir()) == [".saturate", "train.py"]
 
 
-@pytest.mark.slow
 def test_a_liar_among_the_entry_points_is_in_no_recipe(tmp_path: Path) -> None:
     """The whole way, as its users have it: an installed distribution, `tune`, the recipe. It is four times as fast, on half of the batch."""
     result = tune(tmp_path, WORKLOAD, names=("half_forward",), budget="90s")

@@ -171,7 +171,6 @@ def test_another_standard_input_asks_another_question(tmp_path):
     assert seen[0] == seen[2] != seen[1]
 
 
-@pytest.mark.slow
 def test_code_that_is_changed_while_it_is_measured(tmp_path):
     """Two programs would be compared. Put back, the study goes on; left so, another begins, of which the recipe is."""
     folder = Folder(tmp_path)

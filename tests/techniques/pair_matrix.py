@@ -43,8 +43,8 @@ TOLERANCE = {"exact": 0.0, "reordering": 1e-4, "stream": 1e-3, "precision": 5e-2
 IDLE_TOGETHER = ({"optimizer-in-backward", "global-batch"},)
 
 #: Fused kernels leave a step to the script's own where some parameters have momentum and others beside them have none; a parameter that is
-#: updated alone has no others beside it. What is computed is the same, rounded otherwise.
-ROUNDED_OTHERWISE = ({"fused-optimizer", "optimizer-in-backward"},)
+#: updated alone has no others beside it. What is computed is the same, rounded otherwise. Only "two" trains by SGD with momentum.
+ROUNDED_OTHERWISE = ({"fused-optimizer", "optimizer-in-backward"}, "two")
 
 LIMIT_S = 120.0
 
@@ -121,7 +121,7 @@ class Matrix:
         rest = tuple(name for name, numerics in zip(ids, classes) if numerics != "exact")
         weakest = max(classes, key=list(TOLERANCE).index)
         like, allowed = (self.alone(rest)[0], 0.0) if len(rest) < len(ids) else (plain, TOLERANCE[weakest])
-        if set(ids) in ROUNDED_OTHERWISE:
+        if (set(ids), self.kind) == ROUNDED_OTHERWISE:
             allowed = TOLERANCE[weakest]
         if weakest == "convergence" and len(rest) == 2:
             like, allowed = self.alone(("global-batch",))[0], max(TOLERANCE[numerics] for numerics in classes if numerics != weakest)

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from saturate.errors import SaturateError
+from saturate.errors import SaturateError, WorkloadFailed
 from saturate.inference import batches as trees
 from saturate.inference import compiling, gpu_failures, modes, session, users_code, wire
 from saturate.inference import facts as observing
@@ -85,11 +85,16 @@ def _answer(server: Server, request: str, arguments: tuple[Any, ...]) -> tuple[A
         text = traceback.format_exc()
         print(text, flush=True)
         kinds = {OutOfTime: "timeout", NotApplied: "not_applied", NotMade: "not_made", OtherSizes: "other_sizes", MemoryError: "out_of_memory"}
-        kind = next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "failed")
+        kind = next((kind for cls, kind in kinds.items() if isinstance(_raised(error), cls)), "failed")
         fate = "ended" if server.device == "cuda" and gpu_failures.broken(server.torch) else "raised"
         if kind != "out_of_memory" and server.folder and _is_full(server.folder):      # libraries say anything, or nothing
             return fate, "disk_full", f"no space is left in {server.folder}; {server.reason(error)}", text
         return fate, kind, server.reason(error), text
+
+
+def _raised(error: BaseException) -> BaseException:
+    """What the user's own code raised, where `users_code.running` has named it."""
+    return error.__cause__ if isinstance(error, WorkloadFailed) and error.__cause__ is not None else error
 
 
 def _is_full(folder: Path) -> bool:
@@ -372,7 +377,7 @@ class Server:
         line = first_words(text)[:300]
         words = line if isinstance(error, (NotApplied, NotMade, OtherSizes, SaturateError)) else f"{type(error).__name__}: {line}"
         if self.device == "cuda":
-            words += gpu_failures.who_holds(self.torch, error)
+            words += gpu_failures.who_holds(self.torch, _raised(error))
         return f"{self._doing}: {words}" if self._doing else words
 
 

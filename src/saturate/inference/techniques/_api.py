@@ -73,8 +73,8 @@ class Train:
     optimizer: parameters -> torch optimizer; None: AdamW with `learning_rate`. student: () -> module, for distillation
     into a given student. epochs: at most so many passes in one candidate.
 
-    Every weight is trained, those without gradients too: a model that is to serve mostly comes frozen as a whole. What of these
-    functions raises is said by name in the candidate's row.
+    Every weight is trained, those without gradients too: a model that is to serve mostly comes frozen as a whole. Where one of
+    these functions raises, the candidate's row names it.
     """
 
     loader: Any

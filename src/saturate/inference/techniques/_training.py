@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saturate.errors import WorkloadFailed
 from saturate.inference import users_code
 from saturate.inference.batches import tensors
 from saturate.inference.modes import evaluate, training_parts
@@ -102,15 +101,10 @@ def data(context: Context) -> Data:
     return Data(batches, train.loss, train.optimizer, train.learning_rate, train.epochs, length)
 
 
-def asked(torch: Any, what: str, function: Callable[..., Any], *given: Any) -> Any:
-    """What the user's own function gives. Raises WorkloadFailed with its name where it fails; memory that ends is nobody's fault by name."""
-    try:
-        with users_code.running(what):
-            return function(*given)
-    except WorkloadFailed as failed:
-        if isinstance(failed.__cause__, (MemoryError, torch.OutOfMemoryError)):
-            raise failed.__cause__ from None
-        raise
+def asked(what: str, function: Callable[..., Any], *given: Any) -> Any:
+    """What the user's own function gives. Raises WorkloadFailed with its name where it fails."""
+    with users_code.running(what):
+        return function(*given)
 
 
 def validation(context: Context) -> list[tuple[Any, ...]]:
@@ -167,7 +161,7 @@ class _Loop:
     def _optimizer(self, parameters: list[Any]) -> Any:
         if self.data.optimizer is None:
             return self.torch.optim.AdamW(parameters, lr=self.data.learning_rate)
-        found = asked(self.torch, "train.optimizer", self.data.optimizer, parameters)
+        found = asked("train.optimizer", self.data.optimizer, parameters)
         if not all(hasattr(found, name) for name in ("param_groups", "step", "zero_grad")):
             raise NotApplied(f"train.optimizer gave a {type(found).__name__}; it makes a torch optimizer of the parameters that it is given")
         return found
@@ -249,7 +243,7 @@ class _Loop:
         output = self._trained_output(inputs)
         loss = distance(self.torch, output, taught, target, self.spreads)
         if self.data.loss is not None:
-            own = asked(self.torch, "train.loss", self.data.loss, output, target)
+            own = asked("train.loss", self.data.loss, output, target)
             if not isinstance(own, self.torch.Tensor) or own.numel() != 1:
                 raise NotApplied("train.loss did not return a tensor of one number")
             loss = own.reshape(()) + (0.0 if loss is None else loss)
@@ -259,7 +253,7 @@ class _Loop:
             raise NotApplied(f"training diverged: the loss is {loss.item()} at step {self.steps}")
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        asked(self.torch, "a step of the optimizer", self.optimizer.step)
+        asked("a step of the optimizer", self.optimizer.step)
         self.steps += 1
         if self.after_step is not None:
             self.after_step(progress)

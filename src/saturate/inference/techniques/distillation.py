@@ -109,7 +109,7 @@ def _student(context: Context) -> Any:
     if context.train is None or context.train.student is None:
         raise NotApplied("`train` has no student")
     with _training.seeded(torch, 0):
-        student = _training.asked(torch, "train.student", context.train.student)
+        student = _training.asked("train.student", context.train.student)
         if not isinstance(student, torch.nn.Module):
             raise NotApplied(f"train.student gave a {type(student).__name__}; it builds the module to be taught")
         student = student.to(context.device).eval()
