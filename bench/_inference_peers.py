@@ -25,6 +25,9 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")     # a benchmark reports to
 #: Which peers compute what the model computes, up to the order of additions.
 LOSSLESS = ("eager", "inductor", "onnx-runtime", "openvino")
 
+#: Which compute in bfloat16. Without instructions for it BERT-base had not answered some hundred inputs after ten minutes.
+BFLOAT16 = ("inductor-bf16", "openvino-bf16")
+
 
 class Failed(Exception):
     """A peer that does not work for a model; the message is its last line of error."""

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _inference_peers import LOSSLESS, PEERS, PRODUCT, Failed, Peer
+from _inference_peers import BFLOAT16, LOSSLESS, PEERS, PRODUCT, Failed, Peer
 from _output import as_text, close, write_json
 
 from saturate.inference import racing
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--reach", action="store_true", help="only what is within reach of 8 bits on this CPU; judges nothing")
     parser.add_argument("--budget", help="time for each search (default: 20m; 60s with --smoke)")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)       # as Ctrl-C: a peer that stands still outlives a process that is killed
     names = (arguments.models or ("resnet50" if arguments.smoke else ",".join(TARGETS))).split(",")
     unknown = sorted(set(names) - set(TARGETS))
     if unknown:
@@ -147,12 +149,15 @@ class Contest:
         with racing.lane(lambda: self.peer("eager")) as eager:
             for name in SMOKE_PEERS if self.smoke else PEERS:
                 say(f"{self.name}: by hand: {name}")
+                if name in BFLOAT16 and not has("avx512_bf16", "amx_bf16"):
+                    failed[name] = "left out: this CPU has no instructions for bfloat16, and takes many times as long"
+                    continue
                 try:
                     with racing.lane(lambda name=name: self.peer(name)) as lane:
                         found[name] = {"speedup": racing.screen(eager, lane), "agreement": lane.worker.agreement,
                                        "prepare_s": lane.worker.prepare_s}
                 except Failed as error:
-                    failed[name] = str(error)
+                    failed[name] = f"failed: {error}"
         return found, failed
 
     def race(self, a: str, b: str) -> Ratio:
@@ -192,16 +197,22 @@ def show(row: dict[str, Any]) -> None:
     for name, peer in sorted(row["by_hand"].items(), key=lambda entry: -entry[1]["speedup"]):
         print(f"        {name:22} {peer['speedup']:6.2f}x  top-1 as float32 {peer['agreement']:4.0%}  ready in {peer['prepare_s']:.0f} s")
     for name, reason in row["failed"].items():
-        print(f"        {name:22} failed: {reason}")
+        print(f"        {name:22} {reason}")
     sys.stdout.flush()
 
 
 def has_vnni() -> bool:
-    """Whether this CPU adds products of bytes in 32 bits, by /proc/cpuinfo."""
+    """Whether this CPU adds products of bytes in 32 bits."""
+    return has("_vnni")
+
+
+def has(*instructions: str) -> bool:
+    """Whether /proc/cpuinfo names one of them."""
     try:
-        return "_vnni" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:         # not Linux
         return False
+    return any(one in known for one in instructions)
 
 
 def say(line: str) -> None:

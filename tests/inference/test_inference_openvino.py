@@ -344,6 +344,38 @@ def test_what_no_range_of_8_bits_holds_is_left_as_it_is(tmp_path: Path, techniqu
     assert db(context.model(*images()), context.call(*images())) > 20
 
 
+class Normalized(nn.Module):
+    """Convolutions between normalizations whose scales lie far apart, as training leaves some."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList(nn.Conv2d(channels, 16, 3, padding=1) for channels in (3, 16, 16, 16))
+        self.norms = nn.ModuleList(norm(16) for _ in range(4))
+        for one in self.norms:
+            nn.init.normal_(one.bias)
+            with torch.no_grad():
+                one.weight.copy_(torch.exp(2 * torch.randn(16)))
+        self.last = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Any) -> Any:
+        for conv, norm in zip(self.convs, self.norms):
+            x = nn.functional.silu(norm(conv(x)))
+        return self.last(x)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {"groups": lambda width: nn.GroupNorm(4, width), "instances": lambda width: nn.InstanceNorm2d(width, affine=True)}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("technique", [onnx_int8_static, openvino_int8_static])
+def test_normalizations_stay_as_they_are(tmp_path: Path, technique: Any, norm: str) -> None:
+    """The quantizer gave the copy of a bias that several groups share the name of another tensor, and one step to the scales of all channels."""
+    context = applied(technique, tmp_path, Normalized(NORMS[norm]), [images(0), images(1)], [images(2), images(3)], reduce_range=NARROW)
+    assert technique.active(context, technique.Options()).active
+    assert db(context.model(*images()), context.call(*images())) > 20
+
+
 class Tied(nn.Module):
     """Two products with one weight, which another operator reads as well."""
 
@@ -365,6 +397,7 @@ PRINTED: dict[str, Callable[[], tuple[Any, Any]]] = {
     "joined": lambda: (Images(ENDS["joined"]), [images(0), images(1)]),
     "branches": lambda: (Branches(), [images(0), images(1)]),
     "masked": lambda: (MaskedPlaces(), [images(0), images(1)]),
+    "normalized": lambda: (Normalized(NORMS["groups"]), [images(0), images(1)]),
 }
 
 

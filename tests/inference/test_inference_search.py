@@ -275,6 +275,32 @@ def test_no_pair_begins_that_would_not_start_in_time(monkeypatch: pytest.MonkeyP
     assert len(started) == 2 * pairs
 
 
+@pytest.mark.parametrize(("block_s", "verdict", "rounds"), [(0.5, "faster", 6), (10.0, "inconclusive", 2)])
+def test_the_end_of_the_time_does_not_cut_rounds_that_take_less_than_the_start(
+    monkeypatch: pytest.MonkeyPatch, block_s: float, verdict: str, rounds: int,
+) -> None:
+    """A program 7.67 times as fast as the model was "No answer yet": its processes came to the final race a little late, after half a minute, and
+    half a second of it was all that was measured."""
+    now, ratios = [0.0], [8.0, 3.0, 7.0, 8.0, 7.5, 8.5]
+    monkeypatch.setattr(racing, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    plain = racing.round_of
+
+    def start() -> FakeWorker:
+        now[0] += 15.0
+        return FakeWorker(1.0, Candidate())
+
+    def round_of(a: racing.Lane, b: racing.Lane, index: int) -> float:
+        plain(a, b, index)
+        now[0] += 2 * block_s
+        return math.log(ratios[index])
+
+    monkeypatch.setattr(racing, "round_of", round_of)
+    found = racing.race(start, start, limits=confirm.FINAL, deadline_s=20.0)
+    assert found.verdict == verdict and now[0] == 30.0 + 2 * block_s * rounds
+    assert verdict == "faster" or "2 of at least 6 rounds, which take about 150 s" in found.reason
+    assert verdict != "faster" or found.speedup_ci[0] > 3       # type: ignore[index]
+
+
 class Mortal(FakeWorker):
     """The model's own process, which ends after some blocks."""
 

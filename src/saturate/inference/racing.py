@@ -153,35 +153,40 @@ def screen(a: Lane, b: Lane) -> float:
 def race(start_a: Callable[[], Racer], start_b: Callable[[], Racer], *, limits: Limits = USUAL,
          threshold: float = 0.02, deadline_s: float = math.inf, between_sd: float = statistics.PRIOR_BETWEEN_SD) -> Race:
     """Race two candidates in fresh pairs of processes, until decided, out of pairs, or past the deadline (`time.monotonic()`), which cuts no
-    start short: another pair begins where it starts in time if it does as those before. Whatever `start_*` or a block raises ends the race; both
-    processes are closed."""
-    began = time.monotonic()
+    start short: another pair begins where it starts in time if it does as those before. Nor does it cut the first rounds, before which
+    nothing can be said, while they take no longer than the start did. Whatever `start_*` or a block raises ends the race; both processes are
+    closed."""
     pairs: list[list[float]] = []
     times_a: list[int] = []
     times_b: list[int] = []
-    start_s = 0.0
+    start_s = rounds_s = 0.0
     decision = statistics.next_action(pairs, between_sd, threshold, limits)
     while decision.action != "stop" and (not pairs or time.monotonic() + start_s < deadline_s):
         pairs.append([])
         started = time.monotonic()
         with pair(start_a, start_b) as (a, b):
-            start_s = max(start_s, time.monotonic() - started)
+            ready = time.monotonic()
+            start_s = max(start_s, ready - started)
             decision = statistics.next_action(pairs, between_sd, threshold, limits)
-            while decision.action == "more_rounds" and (len(pairs[-1]) < 2 or time.monotonic() < deadline_s):
+            first_s = max(deadline_s, ready + start_s)
+            while decision.action == "more_rounds" and (
+                    len(pairs[-1]) < 2 or time.monotonic() < (first_s if sum(map(len, pairs)) < limits.min_rounds else deadline_s)):
                 pairs[-1].append(round_of(a, b, len(pairs[-1])))
                 decision = statistics.next_action(pairs, between_sd, threshold, limits)
+            rounds_s += time.monotonic() - ready
             times_a += a.times_ns
             times_b += b.times_ns
     if decision.action == "stop":
         return Race(decision.verdict, decision.estimate, timing(times_a), timing(times_b), decision.reason, tuple(times_b), tuple(times_a))
     usable = [rounds for rounds in pairs if len(rounds) > 1]        # the time ended first: what is known then counts
-    answer, found, reason = cut_off(usable, limits, between_sd, threshold, time.monotonic() - began)
+    answer, found, reason = cut_off(usable, limits, between_sd, threshold, start_s, rounds_s)
     return Race(answer, found, timing(times_a), timing(times_b), reason, tuple(times_b), tuple(times_a))
 
 
-def cut_off(pairs: statistics.Pairs, limits: Limits, between_sd: float, threshold: float, seconds: float) -> tuple[Verdict, Estimate | None, str]:
-    """What a race knows that time ended, after `seconds`. A few rounds cannot show how far they scatter: before the first
-    look is due only what leaves no doubt counts, and the interval of anything else would say nothing."""
+def cut_off(pairs: statistics.Pairs, limits: Limits, between_sd: float, threshold: float, start_s: float,
+            rounds_s: float) -> tuple[Verdict, Estimate | None, str]:
+    """What a race knows that time ended, whose pairs took `start_s` to start, and whose rounds took `rounds_s` in all. A few rounds cannot show
+    how far they scatter: before the first look is due only what leaves no doubt counts, and the interval of anything else would say nothing."""
     rounds = sum(map(len, pairs))
     if rounds >= limits.min_rounds:
         found = statistics.estimate(pairs, between_sd)
@@ -190,7 +195,7 @@ def cut_off(pairs: statistics.Pairs, limits: Limits, between_sd: float, threshol
     answer = statistics.verdict(found, threshold)
     if answer in ("faster", "slower"):
         return answer, found, f"the time ended after {rounds} rounds, and they leave no doubt"
-    needed_s = math.ceil(seconds * limits.min_rounds / rounds)
+    needed_s = math.ceil(start_s + rounds_s * limits.min_rounds / rounds)
     return "inconclusive", None, (f"the time ended after {rounds} of at least {limits.min_rounds} rounds, which take about {needed_s} s: "
                                   "give it more time")
 

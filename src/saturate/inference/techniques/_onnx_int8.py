@@ -20,6 +20,11 @@ RESHAPING = ("Expand", "Flatten", "Pad", "Reshape", "Slice", "Squeeze", "Tile", 
 #: bits that holds minus infinity, or a billion, holds nothing else.
 SHARES = ("Softmax", "Where")
 
+#: What no runtime computes in integers. The quantizer would round their scales with one step for all channels (3 to 5 dB of a small
+#: convolutional network), and copies a bias that several share under a name that another tensor may have: the exporter's own end in
+#: numbers, too.
+NORMALIZATIONS = ("BatchNormalization", "InstanceNormalization", "LayerNormalization")
+
 #: How static int8 chooses the range of an activation, as the quantizer calls it.
 METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 
@@ -132,6 +137,14 @@ def read_unrounded(path: Path, names: Iterable[str], large: bool) -> None:
     _store(onnx, model, path, large)
 
 
+def per_channel(model: Any) -> list[str]:
+    """Names of the nodes whose constants, one for each channel, would be rounded with one step for all: normalizations, and scales and shifts,
+    such as follow the normalization of groups. In float32 these cost nothing (OpenVINO fuses them) or little."""
+    constants = {tensor.name for tensor in model.graph.initializer if max(tensor.dims, default=1) > 1}
+    return [node.name for node in model.graph.node
+            if node.op_type in NORMALIZATIONS or (node.op_type in ("Add", "Mul") and constants & set(node.input))]
+
+
 class Batches:
     """Calibration batches as onnxruntime.quantization reads them, one at a time.
 
@@ -195,7 +208,7 @@ def static(context: Context, method: str, products: bool, reduce_range: bool, ba
         prepared, path, reader, quant_format=quantization.QuantFormat.QDQ, per_channel=True,
         activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8, reduce_range=reduce_range,
         op_types_to_quantize=["Conv", "MatMul", "Gemm"] if products else None,
-        nodes_to_exclude=left, use_external_data_format=large,
+        nodes_to_exclude=left if products else left + per_channel(model), use_external_data_format=large,
         calibrate_method=quantization.CalibrationMethod[METHODS[method]],
         # One batch at a time: the quantizer would hold every activation of all batches.
         extra_options={"CalibStridedMinMax": 1, "MatMulConstBOnly": products and not attention,
@@ -221,7 +234,8 @@ from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, Q
 folding = onnxruntime.SessionOptions()      # of constants and batch normalization: only weights that are constants get a range per channel
 folding.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
 folding.optimized_model_filepath = "prepared.onnx"
-onnxruntime.InferenceSession("model.onnx", folding, providers=["CPUExecutionProvider"])
+for name in ("model.onnx", "prepared.onnx"):      # once more what comes of functions, which are opened behind the folding
+    onnxruntime.InferenceSession(name, folding, providers=["CPUExecutionProvider"])
 prepared = onnx.load("prepared.onnx")
 del prepared.graph.value_info[:]      # shapes that the exporter wrote, which the quantizer would find in conflict with its own
 weights, taken = {{tensor.name: tensor for tensor in prepared.graph.initializer}}, set()
@@ -242,6 +256,14 @@ class Batches(CalibrationDataReader):
     def get_next(self):
         batch = next(self.left, None)
         return None if batch is None else {one.name: named(batch)[one.name] for one in prepared.graph.input}
+"""
+
+
+# `per_channel`.
+PER_CHANNEL_CODE = f"""\
+several = {{tensor.name for tensor in prepared.graph.initializer if max(tensor.dims, default=1) > 1}}
+per_channel = [node.name for node in prepared.graph.node         # all channels would get one step
+               if node.op_type in {NORMALIZATIONS} or (node.op_type in ("Add", "Mul") and several & set(node.input))]
 """
 
 
@@ -287,9 +309,10 @@ onnx.save(int8, "int8.onnx")
 def static_code(method: str, products: bool, reduce_range: bool, apart: str = "", attention: bool = False) -> str:
     """The lines that write int8.onnx. `apart`: lines that make a list of that name, of nodes that are left as they are."""
     kinds = '\n                op_types_to_quantize=["Conv", "MatMul", "Gemm"],' if products else ""
-    kinds += "\n                nodes_to_exclude=apart," if apart else ""
+    left = ["*apart"] * bool(apart) + ["*per_channel"] * (not products)
+    kinds += f"\n                nodes_to_exclude=[{', '.join(left)}]," if left else ""
     return (
-        f"{EXPORT_CODE}{PREPARE_CODE}{READER_CODE}{apart}{SIGNED_CODE if attention else ''}"
+        f"{EXPORT_CODE}{PREPARE_CODE}{READER_CODE}{apart}{'' if products else PER_CHANNEL_CODE}{SIGNED_CODE if attention else ''}"
         f'quantize_static("prepared.onnx", "int8.onnx", Batches(), quant_format=QuantFormat.QDQ, per_channel=True,{kinds}\n'
         f"                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, reduce_range={reduce_range},\n"
         f"                calibrate_method=CalibrationMethod.{METHODS.get(method, method)},\n"
