@@ -251,6 +251,24 @@ def test_what_is_undecided_and_seen_within_the_budget_is_confirmed_first() -> No
     assert not any(candidate.keep for candidate in search.tried)
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_who_cannot_be_confirmed_takes_no_time_from_who_can(few: bool) -> None:
+    """Two of 8 bits were stored, loaded and scored, which 64 samples could not confirm had they scored as the model does; the lossless one, 2.76
+    times as fast as the model, had no time left for its race. Nor is one repaired that would be undecided at best."""
+    world = World({"run": 0.5, "int8": 0.2}, {"int8": 0.001}, undecided=True, few=few)
+    search = walk(world, RUN, INT8)
+    deployed: list[str] = []
+    world.deploy = lambda found: deployed.append(found.candidate.label()) or found.candidate       # type: ignore[method-assign]
+    won, _ = champion(search, world)
+    assert won is not None and won.found.candidate.label() == "run" and ("int8" in deployed) is not few
+    assert fates(search)["int8"] == "undecided", "as before"
+    broken = walk(Unsure({"int8": 0.2}, {"int8": 0.03}, healing=0.006, few=few), INT8)
+    assert any(candidate.keep for candidate in broken.tried) is not few
+    before = len(broken.tried)
+    broken.mend(next(iter(broken.tried.values())))
+    assert not few or len(broken.tried) == before
+
+
 def test_what_fails_in_its_confirmation_is_repaired() -> None:
     world = World({"run": 0.5, "int8": 0.2}, {"int8": 0.001})
     search = walk(world, RUN, INT8)

@@ -375,6 +375,20 @@ def test_what_is_known_of_the_check_is_said() -> None:
     assert Jury.of(heard([0.5] * 20, notes=("it prints",)), Budget(0.5))[1] == ["it prints"]
 
 
+def test_that_samples_are_too_few_for_any_candidate_is_said_before_one_is_tried() -> None:
+    """64 of 128 samples confirm at two thirds of the chance of an error: a budget of 0.05 was within reach of the selection alone."""
+    for count, certain in ((128, False), (160, True)):
+        jury, notes = Jury.of(heard([1.0] * count), Budget(0.05))
+        assert jury.certifies is certain and bool(notes) is not certain
+        assert certain or notes[0].startswith("even a candidate that scores as the model does cannot be certified: 64 samples cannot tell")
+        assert certain or "about 140 samples in all would do" in notes[0]
+        same = jury.judge(read([1.0] * count))
+        assert same.verdict == ("pass" if certain else "undecided"), "the selection asks for no less than the confirmation"
+    better, _ = Jury.of(heard([1.0, 1.0, 1.0, 0.0] * 32), Budget(0.05))
+    assert not better.certifies and better.judge(read([1.0] * 128)).verdict == "pass", "who scores better than the model may still pass"
+    assert Jury.of(heard([1.0] * 30), Budget(0.05, confidence=None))[1] == [], "point estimates certify nothing, as they are asked to"
+
+
 def test_a_check_that_shuffles_certifies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [0.1 * (i % 3) for i in range(40)]
     lab = scored_lab(values, Budget(0.5))

@@ -121,6 +121,8 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
                 assert budget is not None
                 say("check: twice on the baseline, once on noise")
                 lab.jury, said = control(check, lab.run_of(worker), budget, source, trainer, lab.deadline_s, until_s)
+                for note in said:
+                    say(note)
                 notes += said
                 phases.end("check")
             assert lab.facts is not None

@@ -59,15 +59,20 @@ class Confirmed:
 
 
 def contenders(search: Search) -> list[Tried]:
-    """What may win, best first: what works, what is undecided although its drop lies within the budget, and what was not
-    scored because something better was known."""
-    found = [one for one in search.tried.values() if (one.working or one.unscored or promising(one, search)) and search.value(one) > search.least]
+    """What may win, best first."""
+    found = [one for one in search.tried.values() if eligible(one, search) and search.value(one) > search.least]
     return sorted(found, key=lambda one: -search.value(one))
 
 
 def waiting(search: Search) -> list[Tried]:
     """Contenders that a screening can tell from what is of no use: while there are any, nobody knows that nothing helps."""
     return [one for one in contenders(search) if search.promises(one)]
+
+
+def eligible(found: Tried, search: Search) -> bool:
+    """It works, or its accuracy may be confirmed: it is undecided although its drop lies within the budget, or was not scored because something
+    better was known, and the check has samples enough to confirm anybody."""
+    return found.working or ((found.unscored or promising(found, search)) and search.lab.certifies())
 
 
 def promising(found: Tried, search: Search) -> bool:
@@ -261,7 +266,7 @@ def rivals(search: Search, lab: Lab, won: Confirmed | None, until_s: float) -> t
 def _runs(one: Tried, search: Search) -> bool:
     """Whether it may serve, although it did not win: it was not refused, but for being slower than another or than the model."""
     slower = one.fate in ("slower", "no_difference", "inconclusive")
-    return one.working or one.unscored or promising(one, search) or (slower and (one.candidate.lossless or one.scores is not None))
+    return eligible(one, search) or (slower and (one.candidate.lossless or one.scores is not None))
 
 
 def survive(found: Tried, lab: Lab, progress: Callable[[str], None]) -> Confirmed | None:

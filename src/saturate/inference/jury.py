@@ -50,7 +50,9 @@ class Jury:
             return replace(jury, unsplit=controls.SHUFFLED if found.shuffled else controls.REDRAWN), notes
         count = len(scores.values)
         if count >= accuracy.FEWEST_TO_SPLIT:
-            return replace(jury, halves=accuracy.split(count)), notes
+            jury = replace(jury, halves=accuracy.split(count))
+            few = [] if jury.certifies else [f"even a candidate that scores as the model does cannot be certified: {jury.best_case.reason}"]
+            return jury, [*notes, *few]
         return jury, [*notes, f"the check scores {count} samples: with fewer than {accuracy.FEWEST_TO_SPLIT} none are left to confirm what "
                               "the others chose, so it cannot certify a budget"]
 
@@ -59,14 +61,24 @@ class Jury:
         """What the scores of a candidate rest on, beside the code of the check."""
         return self.budget.metric, self.asked, (self.scores.mean, self.scores.values)
 
+    @property
+    def best_case(self) -> Judgement:
+        """What the confirmation says of the first candidate that scores as the model does, with other answers."""
+        return self.judge(replace(self.scores, identical=False), turn=0)
+
+    @property
+    def certifies(self) -> bool:
+        """Whether there are samples enough for that one. Else hardly anybody passes: who scores better than the model, perhaps."""
+        return self.best_case.verdict != "undecided"
+
     def judge(self, scores: Scores, turn: int | None = None) -> Judgement:
         """By the samples of the selection, or (`turn`) by those of the confirmation, for the contender that meets them as number
         `turn`. They are the same for all contenders, so each has to pass by its own share of the chance of a false one: with so many
-        tries at the whole of it, one would pass too often. Scores that are none of the same samples `fail`: the model's own two runs
+        tries at the whole of it, one would pass too often. Where that lets hardly anybody pass, the selection asks for as much. Scores that are none of the same samples `fail`: the model's own two runs
         gave as many, so it is the candidate's doing, and a lossless one that was merely undecided would win."""
         before, budget, share = self.scores, self.budget, 1.0
         confidence = accuracy.level(budget.confidence, turn or 0)
-        if turn is not None:
+        if turn is not None or not self.certifies:
             budget = replace(budget, confidence=confidence)
         if self.halves is not None and scores.values is not None and len(scores.values) == len(before.values or ()):
             half = self.halves[turn is not None]

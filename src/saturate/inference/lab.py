@@ -324,6 +324,10 @@ class Lab:
         assert self.jury is not None
         return self.jury.judge(scores)
 
+    def certifies(self) -> bool:
+        """Whether the check has samples enough to confirm a candidate that scores as the model does."""
+        return self.jury is None or self.jury.certifies
+
     def confirmed(self, scores: Scores, candidate: Candidate) -> Judgement:
         """By samples that the selection did not see, at the candidate's own level."""
         assert self.jury is not None

@@ -89,6 +89,9 @@ class Lab(Protocol):
     def judge(self, scores: Scores) -> Judgement:
         """By the samples that selection may see."""
 
+    def certifies(self) -> bool:
+        """Whether the check has samples enough to confirm a candidate that scores as the model does."""
+
     def confirmed(self, scores: Scores, candidate: Candidate) -> Judgement:
         """By the samples that the selection did not see, at the candidate's own level."""
 
@@ -397,7 +400,8 @@ class Search:
 
     def _know(self, found: Tried) -> None:
         self.tried[found.candidate] = found
-        if found.misses(self.max_drop) and found.candidate.repairable and not found.candidate.keep:
+        repairable = found.candidate.repairable and not found.candidate.keep
+        if found.misses(self.max_drop) and repairable and self.lab.certifies():
             self.broken.append(found)
 
     def _from_journal(self, candidate: Candidate) -> Tried | None:
@@ -468,6 +472,7 @@ class Search:
         end_s, self.end_s = self.end_s, self.deadline_s
         broken = self.tried.get(Candidate(found.candidate.parts), found)
         missed = all(one.fate in ("rejected_accuracy", "undecided") for one in (found, broken)) and found.candidate.repairable
+        missed = missed and self.lab.certifies()
         try:
             if (missed or self.wanted_after_all()) and self.time_left():
                 with racing.lane(self.lab.baseline) as self._lane:

@@ -181,7 +181,7 @@ def became(one: CandidateRecord) -> str:
 
 def reason(one: CandidateRecord) -> str:
     """Why it has its fate, and how many answers it changed: a score may hide that."""
-    changed = f"; {100 * one.flip_rate:.2g} % of its answers are others" if one.flip_rate else ""
+    changed = f"; {100 * one.flip_rate:.3g} % of its answers are others" if one.flip_rate else ""
     return one.reason.rstrip(".") + changed if changed else one.reason
 
 
