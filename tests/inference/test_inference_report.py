@@ -232,11 +232,12 @@ def test_a_lossless_winner_that_the_check_leaves_undecided_is_said_to_be_both():
     assert title.endswith(", lossless, accuracy undecided") and "lossless" not in say.title(record)
 
 
-def test_changed_answers_are_shown_with_the_reason():
-    changed = optimizations.candidate("int8", "dominated", 2.0, 0.001, reason="2.00x; within", flip_rate=0.0312)
+@pytest.mark.parametrize(("rate", "percent"), [(0.0312, "3.1"), (0.5, "50"), (1.0, "100"), (0.0004, "0.04")])
+def test_changed_answers_are_shown_with_the_reason(rate, percent):
+    changed = optimizations.candidate("int8", "dominated", 2.0, 0.001, reason="2.00x; within", flip_rate=rate)
     same = optimizations.candidate("bf16", "dominated", 1.5, 0.0, reason="1.50x; within", flip_rate=0.0)
     record = optimizations.win(candidates=[optimizations.WINNER, changed, same])
-    said = "2.00x; within; 3.1 % of its answers are others"
+    said = f"2.00x; within; {percent} % of its answers are others"
     assert report.table(record).splitlines()[3].endswith(said) and report.table(record).splitlines()[4].endswith("1.50x; within")
     assert f"{said}." in page.render(record)
 

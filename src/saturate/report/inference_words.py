@@ -181,7 +181,8 @@ def became(one: CandidateRecord) -> str:
 
 def reason(one: CandidateRecord) -> str:
     """Why it has its fate, and how many answers it changed: a score may hide that."""
-    changed = f"; {100 * one.flip_rate:.3g} % of its answers are others" if one.flip_rate else ""
+    percent = 100 * (one.flip_rate or 0.0)
+    changed = f"; {percent:{'.2g' if percent < 10 else '.0f'}} % of its answers are others" if percent else ""
     return one.reason.rstrip(".") + changed if changed else one.reason
 
 
