@@ -405,7 +405,7 @@ def refusing(found: Any) -> Any:
 
 def raced(speedup: float | None, reason: str = "") -> Any:
     estimate = None if speedup is None else SimpleNamespace(speedup=speedup, speedup_ci=(0.9 * speedup, 1.1 * speedup))
-    return SimpleNamespace(estimate=estimate, b=Timing(p50=1, p90=1, p99=1, calls=9), reason=reason, speedup=speedup,
+    return SimpleNamespace(verdict="faster", estimate=estimate, b=Timing(p50=1, p90=1, p99=1, calls=9), reason=reason, speedup=speedup,
                            speedup_ci=estimate and estimate.speedup_ci)
 
 
@@ -434,10 +434,38 @@ def test_a_lossless_candidate_that_is_slower_than_the_model_is_not_the_best_loss
     monkeypatch.setattr(confirm, "against", lambda *given: versus)
     monkeypatch.setattr(api, "_best_lossless", lambda search, lab: (other, ""))
     monkeypatch.setattr(result.Result, "of", lambda record, search, lab: record)
-    told = SimpleNamespace(search=SimpleNamespace(objective=objective), lab=SimpleNamespace(deadline_s=0.0, discard=lambda kept: None),
-                           phases=SimpleNamespace(end=lambda name: None), recorded=lambda: SimpleNamespace(artifact=None))
-    api.conclude(told, lambda text: None)                           # type: ignore[arg-type]
+    told = concluding(objective)
+    api.conclude(told, lambda text: None)
     assert (told.lossless, told.versus) == ((None, None) if itself else (other, versus)) and told.unraced == ""
+
+
+@pytest.mark.parametrize(("verdict", "objective", "wins", "left_s", "instead"), [
+    ("no_difference", "latency", True, 60.0, True), ("slower", "latency", True, 60.0, True), ("inconclusive", "latency", True, 60.0, False),
+    ("faster", "latency", True, 60.0, False), ("slower", "latency", False, 60.0, False), ("slower", "latency", True, -1.0, False),
+    ("slower", "memory", True, 60.0, False)])
+def test_who_is_no_faster_than_what_loses_nothing_gives_way_to_it(monkeypatch: pytest.MonkeyPatch, verdict: str, objective: str, wins: bool,
+                                                                  left_s: float, instead: bool) -> None:
+    """8 bits won by a screening, 3.94 times as fast as the model, and were at 0.98 of a lossless program in their race."""
+    won, other = (confirm.Confirmed(Tried(Candidate(keep=frozenset({name})), "kept", ""), Path(name)) for name in "ab")
+    won.found.candidate = SimpleNamespace(lossless=False, label=lambda: "int8")           # type: ignore[assignment]
+    final, versus, own = (replaced_log(raced(speedup)) for speedup in (3.9, 0.98, 4.0))
+    versus.verdict = verdict
+    monkeypatch.setattr(confirm, "champion", lambda *given: (won, final))
+    monkeypatch.setattr(confirm, "contenders", lambda search: [])
+    monkeypatch.setattr(confirm, "against", lambda *given: versus)
+    monkeypatch.setattr(confirm, "crowned", lambda *given: own if wins else None)
+    monkeypatch.setattr(api, "_best_lossless", lambda search, lab: (other, ""))
+    monkeypatch.setattr(result.Result, "of", lambda record, search, lab: record)
+    told = concluding(objective, time.monotonic() + left_s)
+    api.conclude(told, lambda text: None)
+    assert (told.won, told.final, told.versus) == ((other, own, None) if instead else (won, final, versus)) and told.lossless is other
+    assert won.found.fate == ("dominated" if instead else "kept")
+    assert not instead or won.found.reason == "0.98x [0.88, 1.08] in a race with baseline (but b), which loses nothing"
+
+
+def concluding(objective: str, deadline_s: float = 0.0) -> Any:
+    return SimpleNamespace(search=SimpleNamespace(objective=objective, progress=print), lab=SimpleNamespace(deadline_s=deadline_s, discard=lambda kept: None),
+                           phases=SimpleNamespace(end=lambda name: None), recorded=lambda: SimpleNamespace(artifact=None))
 
 
 def replaced_log(race: Any) -> Any:

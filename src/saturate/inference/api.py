@@ -285,6 +285,7 @@ def conclude(ending: Ending, say: Callable[[str], None]) -> Result:
             ending.versus = confirm.against(lab, won.artifact, ending.lossless.artifact, lab.deadline_s)
         except WorkerFailed as error:
             unraced = f"in the race with {ending.lossless.found.candidate.label()}: {error}"
+        prefer_lossless(ending)
     ending.unraced = unraced
     if not own and ending.lossless is not None:
         ending.phases.end("lossless")
@@ -296,6 +297,23 @@ def conclude(ending: Ending, say: Callable[[str], None]) -> Result:
     ending.record = record
     lab.discard(Path(record.artifact) if record.artifact is not None else None)
     return Result.of(record, search, lab)
+
+
+def prefer_lossless(ending: Ending) -> None:
+    """Make the best lossless candidate the answer where the winner is no faster by their race: it has only to be faster than the model by a
+    final race of its own."""
+    search, lab, won, lossless, versus = ending.search, ending.lab, ending.won, ending.lossless, ending.versus
+    assert won is not None and lossless is not None
+    if search.objective != "latency" or versus is None or versus.speedup_ci is None or versus.verdict not in ("no_difference", "slower"):
+        return
+    final = confirm.crowned(lossless, search, lab, lab.deadline_s) if clock.monotonic() < lab.deadline_s else None
+    if final is None:
+        return
+    low, high = versus.speedup_ci
+    won.found.fate = "dominated"
+    won.found.reason = f"{versus.speedup:.2f}x [{low:.2f}, {high:.2f}] in a race with {lossless.found.candidate.label()}, which loses nothing"
+    search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
+    ending.won, ending.final, ending.versus = lossless, final, None
 
 
 def slower_than_the_model(ending: Ending) -> bool:

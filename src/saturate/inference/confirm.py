@@ -92,31 +92,39 @@ def champion(search: Search, lab: Lab, deadline_s: float,
         won = winner(search, lab, search.mend if mend is None else mend)
         if won is None:
             break
-        try:
-            if search.objective == "memory":
-                won.memory_bytes = once_more(lambda won=won: most_bytes(won, lab))
-            final = once_more(lambda artifact=won.artifact: against(lab, artifact, None, deadline_s))
-            search.hear(final.times_a)
-            verdict = outcome(final, search, won)
-            if verdict == "keeps_limits" and search.objective != "memory" and "peak_memory_gb" in search.limits:
-                won.memory_bytes = once_more(lambda won=won: most_bytes(won, lab))
-            if verdict in ANSWERS:
-                final = once_more(lambda won=won, final=final, verdict=verdict: with_enough_calls(won, final, lab, search.limits, deadline_s, verdict))
-        except WorkerFailed as error:
-            won.found.fail(error, f"in the final race, {error}")
-            search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
-            continue
-        over = refused(won, final, verdict, search.limits) or as_heavy(won, verdict, search)
-        if over is not None:
-            won.found.fate, won.found.reason = over
-        else:
-            settle(won, final, verdict)
-            if verdict in ANSWERS:
-                return won, final
-        search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
-        if won.found.fate != "over_limit" and not (search.time_left() and waiting(search)):
+        final = crowned(won, search, lab, deadline_s)
+        if final is not None:
+            return won, final
+        if won.found.fate not in ("failed", "over_limit") and not (search.time_left() and waiting(search)):
             break               # another race would have no time either, or no chance
     return None, None
+
+
+def crowned(won: Confirmed, search: Search, lab: Lab, deadline_s: float) -> Race | None:
+    """The final race of a contender against the user's baseline, if it is the answer by it. None: it is not, and its fate says why."""
+    try:
+        if search.objective == "memory":
+            won.memory_bytes = once_more(lambda: most_bytes(won, lab))
+        final = once_more(lambda: against(lab, won.artifact, None, deadline_s))
+        search.hear(final.times_a)
+        verdict = outcome(final, search, won)
+        if verdict == "keeps_limits" and search.objective != "memory" and "peak_memory_gb" in search.limits:
+            won.memory_bytes = once_more(lambda: most_bytes(won, lab))
+        if verdict in ANSWERS:
+            final = once_more(lambda: with_enough_calls(won, final, lab, search.limits, deadline_s, verdict))
+    except WorkerFailed as error:
+        won.found.fail(error, f"in the final race, {error}")
+        search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
+        return None
+    over = refused(won, final, verdict, search.limits) or as_heavy(won, verdict, search)
+    if over is not None:
+        won.found.fate, won.found.reason = over
+    else:
+        settle(won, final, verdict)
+        if verdict in ANSWERS:
+            return final
+    search.progress(f"{won.found.candidate.label()}: {won.found.reason}")
+    return None
 
 
 def with_enough_calls(won: Confirmed, final: Race, lab: Lab, limits: Mapping[str, float], deadline_s: float, verdict: str) -> Race:
