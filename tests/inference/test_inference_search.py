@@ -218,6 +218,8 @@ def test_the_check_of_what_has_not_met_it_counts_in_what_confirming_takes() -> N
     assert search._until_s() < before_s and search._until_s() < time.monotonic() + 41
     search.late_s = time.monotonic() + 10
     assert search.too_late(search.best()) and not search.too_late()
+    search.start_s = 15.0
+    assert search._until_s() < time.monotonic() + 26, "the model's own process has to start for the final race"
 
 
 def test_without_a_check_only_lossless_candidates_run() -> None:

@@ -108,8 +108,10 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
             refuse_one_size(torch, source)
         lab = Lab(source, folder, int(threads or torch.get_num_threads()), began + seconds, check=check, memory_bytes=memory_limit(source.device),
                   signature=signature_of(model), asked=budget)
+        starts = clock.monotonic()
         with running_model():
             worker = lab.baseline()
+        start_s = clock.monotonic() - starts
         try:
             with running_model():
                 notes = [*source.notes, *observe_baseline(lab, worker, threads)]
@@ -134,7 +136,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
                 journal = Journal(folder, lab.key(objective, limits), resume, rests(torch, check, budget, heard))
                 lab.remember(journal)
             search = Search(lab, pool, objective, limits, until_s, budget.max_drop if budget else 0.0, say, journal,
-                            end_s=lab.deadline_s, check_s=lab.jury.seconds if lab.jury is not None else 0.0)
+                            end_s=lab.deadline_s, check_s=lab.jury.seconds if lab.jury is not None else 0.0, start_s=start_s)
             ending = Ending(search, lab, notes, began, phases)
             with ending.told():
                 search.run(worker)

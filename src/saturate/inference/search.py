@@ -119,6 +119,7 @@ class Search:
     broken: list[Tried] = field(default_factory=list)       # missed the accuracy budget, and may be repaired
     fresh: set[Candidate] = field(default_factory=set)     # measured by this search, not by an earlier one
     check_s: float = 0.0                                    # that the check takes on the model
+    start_s: float = 0.0                                    # that a process of the model takes to start: the final race has one
     over: str | None = None                                 # which limit the model itself passes: then what keeps them is of use, however slow it is
     own_times: tuple[int, ...] = ()                         # of its calls, ns, by which that is known
     _lane: Any = None
@@ -230,7 +231,8 @@ class Search:
     def _until_s(self) -> float:
         """When trying must end, so that the best two can be confirmed in time: large models take long to store and to load."""
         both = {found.candidate: found for found in (self.best(), self.best(lossless=True)) if found is not None}
-        return min(self.deadline_s, self.end_s - self._confirming_s(*both.values()))
+        racing_s = self.start_s if both else 0.0
+        return min(self.deadline_s, self.end_s - self._confirming_s(*both.values()) - racing_s)
 
     def _confirming_s(self, *found: Tried) -> float:
         """What it mostly takes. Those that compute the same have not met the check when they were tried."""
