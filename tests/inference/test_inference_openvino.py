@@ -376,6 +376,29 @@ def test_normalizations_stay_as_they_are(tmp_path: Path, technique: Any, norm: s
     assert db(context.model(*images()), context.call(*images())) > 20
 
 
+class Tokens(nn.Module):
+    """Linear layers with a bias on patches of an image, behind a normalization whose scale is a parameter of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches, self.norm = nn.Conv2d(3, 16, 4, 4), nn.LayerNorm(16, elementwise_affine=False)
+        self.scale, self.inner, self.outer = nn.Parameter(torch.rand(16)), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Any) -> Any:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        return x + self.outer(self.inner(self.norm(x) * self.scale).relu())
+
+
+def test_the_bias_of_a_linear_layer_is_no_scale_of_a_normalization(tmp_path: Path) -> None:
+    """Left in float32 as well, it let OpenVINO's compiler end the process at a DPT."""
+    onnx = pytest.importorskip("onnx")
+    applied(onnx_int8_static, tmp_path, Tokens(), [images(0), images(1)], [images(2)], reduce_range=NARROW)
+    model = onnx.load(tmp_path / "prepared.onnx")
+    kinds = {node.name: node.op_type for node in model.graph.node}
+    assert "Add" in kinds.values() and sorted(kinds[name] for name in _onnx_int8.per_channel(model)) == ["LayerNormalization", "Mul"]
+
+
 class Tied(nn.Module):
     """Two products with one weight, which another operator reads as well."""
 

@@ -138,11 +138,19 @@ def read_unrounded(path: Path, names: Iterable[str], large: bool) -> None:
 
 
 def per_channel(model: Any) -> list[str]:
-    """Names of the nodes whose constants, one for each channel, would be rounded with one step for all: normalizations, and scales and shifts,
-    such as follow the normalization of groups. In float32 these cost nothing (OpenVINO fuses them) or little."""
+    """Names of the nodes whose constants, one for each channel, would be rounded with one step for all: normalizations, and the scales and shifts
+    behind them, which for groups are nodes of their own. In float32 these cost little. Not the bias of a linear layer: OpenVINO 2026.4 crashes
+    where that is left out."""
     constants = {tensor.name for tensor in model.graph.initializer if max(tensor.dims, default=1) > 1}
-    return [node.name for node in model.graph.node
-            if node.op_type in NORMALIZATIONS or (node.op_type in ("Add", "Mul") and constants & set(node.input))]
+    found, normalized = [], set()
+    for node in model.graph.node:
+        scales = node.op_type in ("Add", "Mul") and constants & set(node.input) and normalized & set(node.input)
+        if scales or node.op_type in NORMALIZATIONS:
+            found.append(node.name)
+        elif node.op_type not in RESHAPING or node.input[0] not in normalized:
+            continue
+        normalized.update(node.output)
+    return found
 
 
 class Batches:
@@ -262,8 +270,14 @@ class Batches(CalibrationDataReader):
 # `per_channel`.
 PER_CHANNEL_CODE = f"""\
 several = {{tensor.name for tensor in prepared.graph.initializer if max(tensor.dims, default=1) > 1}}
-per_channel = [node.name for node in prepared.graph.node         # all channels would get one step
-               if node.op_type in {NORMALIZATIONS} or (node.op_type in ("Add", "Mul") and several & set(node.input))]
+per_channel, normalized = [], set()         # one step would do for all channels: normalizations, and what scales and shifts behind them
+for node in prepared.graph.node:
+    if node.op_type in {NORMALIZATIONS} or (
+            node.op_type in ("Add", "Mul") and several & set(node.input) and normalized & set(node.input)):
+        per_channel.append(node.name)
+        normalized.update(node.output)
+    elif node.op_type in {RESHAPING} and node.input[0] in normalized:
+        normalized.update(node.output)
 """
 
 

@@ -24,7 +24,7 @@ How it is applied
 -----------------
 onnxruntime.quantization.quantize_static in QDQ format. `method` chooses the ranges: the whole of what was seen (minmax),
 without its rarest values (percentile), or where least information is lost (entropy). Normalizations, and
-scales and shifts per channel, stay in float32; `products` leaves everything but convolutions and products with constant matrices
+scales and shifts behind them, stay in float32; `products` leaves everything but convolutions and products with constant matrices
 there. Modules that must stay in float32 are excluded by name, and read their inputs as they were before rounding.
 
 References

@@ -24,7 +24,7 @@ How it is applied
 -----------------
 onnxruntime.quantization.quantize_static in QDQ format, whose pairs OpenVINO turns into integer layers. `method` chooses the
 ranges: the whole of what was seen (minmax), without its rarest values (percentile), or where least information is lost (entropy).
-Normalizations, and scales and shifts per channel, stay in float32; `products` leaves everything but convolutions and products with
+Normalizations, and scales and shifts behind them, stay in float32; `products` leaves everything but convolutions and products with
 constant matrices there; with `attention` the products of two activations are computed in int8 as well. OpenVINO's kernels take
 signed integers for these, so their operands get ranges around zero, but for what a softmax gives. Modules that must stay in float32
 are excluded by name, and read their inputs as they were before rounding; so do sums, which OpenVINO 2026.4 computes wrongly of 8-bit
