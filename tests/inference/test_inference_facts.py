@@ -16,6 +16,14 @@ from saturate.inference import facts  # noqa: E402
 from saturate.inference.techniques._api import no_program  # noqa: E402
 
 
+@torch.library.custom_op("saturate_test_facts::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+
+
 class RMSNorm(torch.nn.Module):
     def forward(self, x: Any) -> Any:
         return x / x.pow(2).mean(-1, keepdim=True).sqrt()
@@ -251,6 +259,16 @@ def test_export_is_tried_and_its_problem_told() -> None:
     assert facts.try_export(torch, Pair().eval(), (x,), 100) == (True, "")
     able, problem = facts.try_export(torch, Branches(), (x,), 100)
     assert not able and problem.startswith("data-dependent control flow")
+
+
+def test_an_operator_that_a_module_registers_is_known_before_a_candidate_meets_it() -> None:
+    """Of a Qwen2-MoE six candidates were prepared one after the other, two minutes of three, and each could not be exported for the same reason."""
+    class Calls(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return doubled(x) + 1
+
+    able, problem = facts.try_export(torch, Calls().eval(), (torch.ones(2, 6),), 100)
+    assert not able and problem.startswith("a program would call the operator saturate_test_facts::doubled, which ")
 
 
 def test_why_a_model_cannot_be_exported_is_said_of_the_model() -> None:

@@ -310,6 +310,8 @@ def try_export(torch: Any, model: Any, batch: tuple[Any, ...], limit_s: float) -
 
 
 def _export(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[bool, str]:
+    from saturate.inference.formats import _program
+
     skeleton, given = taken_apart(batch, torch)
 
     class Flat(torch.nn.Module):
@@ -325,10 +327,11 @@ def _export(torch: Any, model: Any, batch: tuple[Any, ...]) -> tuple[bool, str]:
 
     try:
         with torch.no_grad():
-            torch.export.export(Flat(), tuple(given), strict=False)
+            exported = torch.export.export(Flat(), tuple(given), strict=False)
     except Exception as error:  # noqa: BLE001 - it runs the model's own code, which may raise anything
         return False, _why_not(torch, error)
-    return True, ""
+    unknown = _program.unknown_operator(torch, exported)        # said once, and not by each candidate that needs a program
+    return not unknown, unknown
 
 
 def _why_not(torch: Any, error: Exception) -> str:

@@ -79,7 +79,9 @@ def capture(context: Context, model: Any = None) -> Program:
             # The plan with most freedom says best what the model asks for; but where no size was open, none is why.
             problem = error if problem is None or not any(sizes) else problem
             continue
-        _refuse_unknown(torch, exported)
+        unknown = unknown_operator(torch, exported)
+        if unknown:
+            raise NotApplied(unknown)
         _tables.keep_within(exported, shapes["ranges"])
         signature = {"inputs": description, "outputs": flat.outputs, "parameters": _parameters(model), **shapes, "values": _tables.looked_up(exported),
                      **_libraries(exported), "why_fixed": _dynamic_shapes.why_fixed(problem)}
@@ -89,16 +91,18 @@ def capture(context: Context, model: Any = None) -> Program:
     raise NotApplied(f"torch.export cannot capture the model: {_dynamic_shapes.one_size_only(problem) or short(problem)}")
 
 
-def _refuse_unknown(torch: Any, exported: Any) -> None:
-    """Raise NotApplied for an operator that a module in Python registers: who loads the program imports nothing because a file says so."""
+def unknown_operator(torch: Any, exported: Any) -> str:
+    """Why nobody could load the program, where it calls an operator that a module in Python registers: who loads it imports nothing because a
+    file says so. Else ""."""
     modules = {name: one._init_fn.__module__ for name, one in pickles.defined_operators().items() if name}
     for graph in exported.graph_module.modules():
         for node in getattr(getattr(graph, "graph", None), "nodes", ()):
             name = getattr(getattr(node.target, "_schema", None), "name", "")
             module = modules.get(name, "torch")
             if module.partition(".")[0] != "torch" and node.target not in torch.export.default_decompositions():
-                raise NotApplied(f"a program would call the operator {name}, which {module} registers, and only a process that imports that knows it"
-                                 f"{_without_kernel(name)}")
+                return (f"a program would call the operator {name}, which {module} registers, and only a process that imports that knows it"
+                        f"{_without_kernel(name)}")
+    return ""
 
 
 def _libraries(exported: Any) -> dict[str, list[str]]:
