@@ -74,8 +74,9 @@ class Jury:
     def judge(self, scores: Scores, turn: int | None = None) -> Judgement:
         """By the samples of the selection, or (`turn`) by those of the confirmation, for the contender that meets them as number
         `turn`. They are the same for all contenders, so each has to pass by its own share of the chance of a false one: with so many
-        tries at the whole of it, one would pass too often. Where that lets hardly anybody pass, the selection asks for as much. Scores that are none of the same samples `fail`: the model's own two runs
-        gave as many, so it is the candidate's doing, and a lossless one that was merely undecided would win."""
+        tries at the whole of it, one would pass too often. Where that lets hardly anybody pass, the selection asks for as much. Scores
+        that are none of the same samples `fail`: the model's own two runs gave as many, so it is the candidate's doing, and a lossless
+        one that was merely undecided would win."""
         before, budget, share = self.scores, self.budget, 1.0
         confidence = accuracy.level(budget.confidence, turn or 0)
         if turn is not None or not self.certifies:
