@@ -362,7 +362,7 @@ def test_a_weight_that_several_products_share_is_quantized_for_each(tmp_path, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [onnx_int8_static.Options("percentile", True), onnx_int8_static.Options("entropy")])
+@pytest.mark.parametrize("options", [onnx_int8_static.Options("percentile", True, NARROW), onnx_int8_static.Options("entropy", False, NARROW)])
 def test_static_int8_of_a_model_with_shared_weights(tmp_path, options):
     model = Tied().eval()
     context = context_of(model, ids(2), tmp_path, calibration=ids(6))
