@@ -46,7 +46,11 @@ class Peer:
         self._log = log
         self.cpu: int | None = None         # on which it ended its latest block
         self.shares = 1                     # its times are those of whole calls
-        ready = self._answer()
+        try:
+            ready = self._answer()
+        except BaseException:       # Ctrl-C while it compiles
+            self.close()
+            raise
         self.prepare_s, self.agreement = ready["prepare_s"], ready["agreement"]
 
     def _answer(self) -> Any:
