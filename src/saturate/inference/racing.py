@@ -168,9 +168,10 @@ def race(start_a: Callable[[], Racer], start_b: Callable[[], Racer], *, limits: 
             ready = time.monotonic()
             start_s = max(start_s, ready - started)
             decision = statistics.next_action(pairs, between_sd, threshold, limits)
-            first_s = max(deadline_s, ready + start_s)
-            while decision.action == "more_rounds" and (
-                    len(pairs[-1]) < 2 or time.monotonic() < (first_s if sum(map(len, pairs)) < limits.min_rounds else deadline_s)):
+            while decision.action == "more_rounds":
+                few = sum(map(len, pairs)) < limits.min_rounds
+                if len(pairs[-1]) >= 2 and time.monotonic() >= (max(deadline_s, ready + start_s) if few else deadline_s):
+                    break
                 pairs[-1].append(round_of(a, b, len(pairs[-1])))
                 decision = statistics.next_action(pairs, between_sd, threshold, limits)
             rounds_s += time.monotonic() - ready

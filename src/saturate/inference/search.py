@@ -473,8 +473,8 @@ class Search:
         because that one was so much faster has its turn."""
         end_s, self.end_s = self.end_s, self.deadline_s
         broken = self.tried.get(Candidate(found.candidate.parts), found)
-        missed = all(one.fate in ("rejected_accuracy", "undecided") for one in (found, broken)) and found.candidate.repairable
-        missed = missed and self.lab.certifies()
+        missed = (all(one.fate in ("rejected_accuracy", "undecided") for one in (found, broken)) and found.candidate.repairable
+                  and self.lab.certifies())
         try:
             if (missed or self.wanted_after_all()) and self.time_left():
                 with racing.lane(self.lab.baseline) as self._lane:

@@ -20,7 +20,7 @@ RESHAPING = ("Expand", "Flatten", "Pad", "Reshape", "Slice", "Squeeze", "Tile", 
 #: bits that holds minus infinity, or a billion, holds nothing else.
 SHARES = ("Softmax", "Where")
 
-#: What no runtime computes in integers. The quantizer would round their scales with one step for all channels (3 to 5 dB of a small
+#: What no runtime computes in integers. The quantizer would round their scales with one step for all channels (4 to 6 dB of a small
 #: convolutional network), and copies a bias that several share under a name that another tensor may have: the exporter's own end in
 #: numbers, too.
 NORMALIZATIONS = ("BatchNormalization", "InstanceNormalization", "LayerNormalization")
