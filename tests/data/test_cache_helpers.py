@@ -50,6 +50,7 @@ def context(tmp_path, monkeypatch):
     monkeypatch.delenv(dataset_cache.AHEAD, raising=False)
     monkeypatch.setattr(cache_ahead, "PATIENCE_S", 0.0)
     monkeypatch.setattr(cache_helpers, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(cache_helpers, "MOST_FORKING_S", 60.0)  # both of them, however long a fork takes at the moment
     for name in ("LOOKED_S", "AT_PASS_S"):
         monkeypatch.setattr(cache_reader, name, 60.0)           # however slow the machine is at the moment
     monkeypatch.setattr(cache_helpers, "_LEAST_PRIORITY", 0)    # beside other load, they would have a hundredth of a core
@@ -558,6 +559,7 @@ def test_of_a_process_that_takes_long_to_fork_there_are_few(root, context, helpe
     clock = types.SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic, sleep=time.sleep)
     monkeypatch.setattr(cache_helpers, "time", clock)
     monkeypatch.setattr(cache_helpers, "usable_cpus", lambda: 16)
+    monkeypatch.setattr(cache_helpers, "MOST_FORKING_S", 0.25)
     monkeypatch.setattr(os, "fork", slow)
     assert len(list(iterator)) == ITEMS // 4
     assert len(helpers[0]) == 2
