@@ -1,4 +1,4 @@
-"""bench/inference.py and bench/inference_search.py: they run, and judge what they say."""
+"""bench/inference.py, bench/inference_search.py and bench/candidate_start.py: they run, and judge what they say."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ pytest.importorskip("onnxruntime", reason="the extra saturate[inference]")
 
 
 LINES = {
+    "candidate_start": r"^perceptron  fresh / forked start \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]  \(",
     "inference": r"^    over eager float32 \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\] \(target 6\.5\)$",
     "inference_search": r"^resnet50   search / exhaustive optimum \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]  in \d+% of its time$",
 }

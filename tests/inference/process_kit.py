@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import random
 import resource
+import signal
+import sys
 import tempfile
 from dataclasses import dataclass
 
+import numpy
 import torch
 
 
@@ -41,6 +46,34 @@ def temporary_file(context: object) -> str:
 
 def page_faults(context: object) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def surroundings(context: object) -> dict[str, object]:
+    """What a process finds when it begins."""
+    names = ("SIGINT", "SIGTERM", "SIGPIPE", "SIGXFSZ", "SIGCHLD")
+    with open("/proc/self/environ", "rb") as file:
+        begun = file.read().split(b"\0")
+    return {"environment": dict(os.environ), "mark": [word.decode() for word in begun if word.startswith(b"SATURATE_WORKER=")],
+            "path": list(sys.path), "folder": os.getcwd(), "temporary": tempfile.gettempdir(),
+            "signals": [str(signal.getsignal(getattr(signal, name))) for name in names], "descriptors": len(os.listdir("/proc/self/fd")),
+            "session": os.getsid(0) == os.getpid(), "faults": faulthandler.is_enabled(), "threads": torch.get_num_threads()}
+
+
+def shared_bytes(context: object) -> int:
+    """Of its own memory, what another process has as well."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if line.endswith("kB\n")}
+    return sizes["Anonymous"] - sizes["Pss_Anon"]
+
+
+def product(context: object) -> float:
+    """By the threads of both libraries, which a fork has to start anew."""
+    ones = numpy.ones((1024, 64), numpy.float32)
+    return min(float((ones @ ones.T).max()), float((torch.from_numpy(ones) @ torch.from_numpy(ones).T).max()))
+
+
+def chance(context: object) -> tuple[float, float]:
+    return random.random(), float(numpy.random.rand())
 
 
 class Pair(torch.nn.Module):

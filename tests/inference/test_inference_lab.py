@@ -58,6 +58,25 @@ def test_what_was_found_may_be_prepared_again_although_the_time_is_over(tmp_path
     assert allowed == [240.0, module.LOAD_S, 30.0, module.LOAD_S]
 
 
+def test_what_is_tried_or_stored_is_forked_and_what_is_claimed_starts_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+
+    def start(*given: Any, forks: Any = None, **more: Any) -> Any:
+        used.append(forks)
+        raise WorkerFailed("failed", "for a test")
+
+    monkeypatch.setattr(module, "Worker", start)
+    server: Any = object()
+    lab = Lab(None, tmp_path, 1, time.monotonic() + 10, forks=server)         # type: ignore[arg-type]
+    with pytest.raises(NotStored):
+        lab.deploy(Tried(Candidate(), "dominated", ""))
+    for begin in (lambda: lab.start(Candidate()), lab.baseline, lambda: lab.load(tmp_path), lambda: lab.artifact_bytes(tmp_path),
+                  lambda: lab.serve(None, tmp_path, 1)):        # type: ignore[arg-type]
+        with pytest.raises(WorkerFailed):
+            begin()
+    assert used == [server, server, None, None, None, None]
+
+
 @pytest.mark.parametrize(("model_s", "left_s", "allowed_s"), [(5.0, 60, 30), (10.0, 190, 60), (15.0, 170, 85), (20.0, 50, 30), (20.0, -5, 30), (20.0, 1000, 300), (100.0, 1000, 500)])
 def test_what_a_candidate_may_take_to_prepare_follows_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_s: float, left_s: float,
                                                                   allowed_s: float) -> None:

@@ -26,9 +26,10 @@ from process_kit import Answer, Doubles, Force, OnlyIn, Pair, Structured  # noqa
 from waiting import until  # noqa: E402
 
 from saturate.errors import EnvironmentProblem  # noqa: E402
-from saturate.inference import compiling, process, search  # noqa: E402
+from saturate.inference import compiling, forkserver, process, search  # noqa: E402
 from saturate.inference.candidates import Candidate, Part  # noqa: E402
 from saturate.inference.failures import WorkerFailed  # noqa: E402
+from saturate.inference.forkserver import ForkServer  # noqa: E402
 from saturate.inference.process import Worker  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
 from saturate.inference.tried import Tried  # noqa: E402
@@ -48,13 +49,25 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return Source.write(tmp_path_factory.mktemp("study") / "source", Pair(), BATCHES)
 
 
+@pytest.fixture(scope="module", params=["fresh", "forked"])
+def forks(request: pytest.FixtureRequest, source: Source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer | None]:
+    """All holds for both."""
+    if request.param == "fresh":
+        yield None
+        return
+    with forkserver.running(source, tmp_path_factory.mktemp("forks"), 1) as server:
+        assert server is not None
+        yield server
+        assert not server.closed, (server.folder / "output.log").read_text()
+
+
 @pytest.fixture
-def start(source: Source, tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+def start(source: Source, tmp_path: Path, forks: ForkServer | None) -> Iterator[Callable[..., Worker]]:
     """Starts a process that knows the facts already; closed after the test."""
     started: list[Worker] = []
 
     def begin(how: str | None = None, **options: Any) -> Worker:
-        options = {"folder": tmp_path, "threads": 1, "prepare_s": 120.0, "facts": ModelFacts(), **options}
+        options = {"folder": tmp_path, "threads": 1, "prepare_s": 120.0, "facts": ModelFacts(), "forks": forks, **options}
         started.append(Worker(source, Candidate() if how is None else doing(how), **options))
         return started[-1]
 
@@ -75,9 +88,10 @@ def gone(*pids: int, within_s: float = 60.0) -> bool:
 
 
 @pytest.fixture(scope="module")
-def shared(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+def shared(source: Source, tmp_path_factory: pytest.TempPathFactory, forks: ForkServer | None) -> Iterator[Worker]:
     """One that doubles the output. Tests leave it as it is. It ends with everything that it started."""
-    with Worker(source, doing("double"), folder=tmp_path_factory.mktemp("shared"), threads=1, prepare_s=120.0, facts=ModelFacts(random=True)) as worker:
+    folder = tmp_path_factory.mktemp("shared")
+    with Worker(source, doing("double"), folder=folder, threads=1, prepare_s=120.0, facts=ModelFacts(random=True), forks=forks) as worker:
         yield worker
         pid, child = worker.ask("misbehaves:misbehave", ""), worker.ask("misbehaves:misbehave", "child")
         worker.freeze()
@@ -473,6 +487,7 @@ SCRIPT = """
     from dataclasses import dataclass
     from pathlib import Path
     from saturate.inference.candidates import Candidate
+    from saturate.inference.forkserver import ForkServer
     from saturate.inference.process import Worker
     from saturate.inference.source import Source
     from saturate.records.inference import ModelFacts
@@ -490,10 +505,13 @@ SCRIPT = """
 
     folder = Path(sys.argv[1])
     source = Source.write(folder / "source", Local(), [torch.zeros(2, 1)])
-    worker = Worker(source, Candidate(), folder=folder, threads=1, prepare_s=120, facts=ModelFacts())
+    forks = ForkServer(source, folder=folder, threads=1) if sys.argv[3] == "forked" else None
+    worker = Worker(source, Candidate(), folder=folder, threads=1, prepare_s=120, facts=ModelFacts(), forks=forks)
     got = worker.run(torch.ones(1))
     assert type(got) is Output and float(got.y) == 2
     pids = [worker.ask("misbehaves:misbehave", ""), worker.ask("misbehaves:misbehave", "child"), worker._supervisor.pid]
+    pids += [forks._process.pid] if forks else []
+    assert not forks or not forks.closed
     print(*pids, flush=True)
     if sys.argv[2] == "frozen":
         worker.freeze()
@@ -504,14 +522,15 @@ SCRIPT = """
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "frozen", "interrupted"])
-def test_nothing_outlives_the_user_s_process(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "started"), [
+    *(pytest.param(how, "fresh", marks=pytest.mark.slow) for how in ("killed", "frozen", "interrupted")), ("killed", "forked"),
+    *(pytest.param(how, "forked", marks=pytest.mark.slow) for how in ("frozen", "interrupted"))])
+def test_nothing_outlives_the_user_s_process(how: str, started: str, tmp_path: Path) -> None:
     """... whose script is not run a second time, and whose classes and their answers are its own."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    with subprocess.Popen([sys.executable, str(script), str(tmp_path / "work"), how], env={**os.environ, "PYTHONPATH": path},
+    with subprocess.Popen([sys.executable, str(script), str(tmp_path / "work"), how, started], env={**os.environ, "PYTHONPATH": path},
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stdout.readline() == "the script runs\n"
         line = process.stdout.readline()

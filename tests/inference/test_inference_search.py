@@ -220,6 +220,8 @@ def test_the_check_of_what_has_not_met_it_counts_in_what_confirming_takes() -> N
     assert search.too_late(search.best()) and not search.too_late()
     search.start_s = 15.0
     assert search._until_s() < time.monotonic() + 26, "the model's own process has to start for the final race"
+    search.afresh_s = 5.0
+    assert search._until_s() < time.monotonic() + 16, "two processes of it start afresh, and it was tried in one that did not"
 
 
 def test_without_a_check_only_lossless_candidates_run() -> None:

@@ -56,7 +56,7 @@ def test_an_input_that_asks_for_gradients_does_so_where_it_arrives() -> None:
     torch.randn(3, 4).to(torch.bfloat16), torch.randn(5).to(torch.float8_e4m3fn), torch.tensor(3), torch.zeros(0, 4), torch.zeros(2, 0, dtype=torch.bool),
     torch.randn(4, 6)[:, ::2], torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(2, 3).t(), torch.randn(3).expand(2, 3),
     torch.randn(3, dtype=torch.complex64).conj(), torch.randn(2, 2, requires_grad=True) * 1, torch.nn.Parameter(torch.ones(2)),
-    torch.eye(3).to_sparse(), torch.tensor([True, False])], ids=str)
+    torch.eye(3).to_sparse(), torch.tensor([True, False])], ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}")
 def test_tensors_arrive_as_they_are(tensor: Any) -> None:
     got = sent(tensor)
     assert got.dtype == tensor.dtype and got.shape == tensor.shape and not got.requires_grad

@@ -267,7 +267,10 @@ def test_why_nothing_could_be_started_is_told_whatever_the_folder_is_called(tmp_
     if child == 0:
         cage.enter = lambda plan: (_ for _ in ()).throw(cage.CageRefused(os.fsdecode(b"mount overlay on /caf\xe9"), usable=False))
         plan = cage.CagePlan("overlay", "", "root", "/work", "/run", "/", "/").to_json()
-        supervise._run_workload({"cwd": str(tmp_path), "cage": plan}, writer, None)
+        try:
+            supervise._run_workload({"cwd": str(tmp_path), "cage": plan}, writer, None)
+        finally:
+            os._exit(1)             # never: this process would go on with the tests
     os.close(writer)
     with open(reader, encoding="utf-8") as file:
         assert file.read() == "saturate: could not start: isolation: CageRefused: mount overlay on /caf\\udce9\n"

@@ -15,7 +15,7 @@ import secrets
 import sys
 import time as clock
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from saturate.inference.artifact import Artifact, load
 from saturate.inference.called import signature_of
 from saturate.inference.ending import Ending
 from saturate.inference.failures import WorkerFailed
+from saturate.inference.forkserver import running
 from saturate.inference.journal import Journal, rests
 from saturate.inference.jury import control
 from saturate.inference.lab import Lab, of_the_machine
@@ -99,7 +100,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         leftovers.clear_forsaken(Path(".saturate"), _UNNAMED)
     folder = folders.workplace(Path(workdir) if workdir is not None else Path(".saturate") / f"{_UNNAMED}{secrets.token_hex(4)}")
     say = progress or _to_stderr
-    with FolderLock(folder, "workdir (--workdir DIR)"):
+    with FolderLock(folder, "workdir (--workdir DIR)"), ExitStack() as ends:
         leftovers.clear_away(folder)
         source = Source.write(folder / "source", model, inputs, calibration, trainer)
         for note in source.notes:
@@ -108,6 +109,8 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
             refuse_one_size(torch, source)
         lab = Lab(source, folder, int(threads or torch.get_num_threads()), began + seconds, check=check, memory_bytes=memory_limit(source.device),
                   signature=signature_of(model), asked=budget)
+        if objective != "memory":           # of a process that has imported more than it needs
+            lab.forks = ends.enter_context(running(source, folder / "processes", lab.threads))
         starts = clock.monotonic()
         with running_model():
             worker = lab.baseline()
@@ -118,6 +121,8 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
                 worker, unknown = lab.probe(worker)
                 notes += unknown
             notes += [*here.compare(torch, model, lab), *here.known_differences(torch, model)]
+            if lab.forks is not None:
+                lab.forks.wait()
             phases.end("start")
             if check is not None and clock.monotonic() < until_s:
                 assert budget is not None
@@ -136,7 +141,8 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
                 journal = Journal(folder, lab.key(objective, limits), resume, rests(torch, check, budget, heard))
                 lab.remember(journal)
             search = Search(lab, pool, objective, limits, until_s, budget.max_drop if budget else 0.0, say, journal,
-                            end_s=lab.deadline_s, check_s=lab.jury.seconds if lab.jury is not None else 0.0, start_s=start_s)
+                            end_s=lab.deadline_s, check_s=lab.jury.seconds if lab.jury is not None else 0.0, start_s=start_s,
+                            afresh_s=lab.forks.saves_s if lab.forks is not None else 0.0)
             ending = Ending(search, lab, notes, began, phases)
             with ending.told():
                 search.run(worker)

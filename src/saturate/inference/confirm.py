@@ -19,7 +19,7 @@ from saturate.inference.candidates import Candidate
 from saturate.inference.failures import CheckFailed, WorkerFailed
 from saturate.inference.limits import decided, over_limit, too_few_calls
 from saturate.inference.racing import Race
-from saturate.inference.search import CONCLUDING, NEEDS_LESS, WEIGHED, Lab, Search, Tried
+from saturate.inference.search import NEEDS_LESS, WEIGHED, Lab, Search, Tried
 from saturate.measure.race import Limits
 from saturate.records.inference import ANSWERS, Fate
 from saturate.records.sizes import show
@@ -258,7 +258,7 @@ def rivals(search: Search, lab: Lab, won: Confirmed | None, until_s: float) -> t
         if one.candidate.ids in seen:
             continue
         seen.append(one.candidate.ids)
-        if time.monotonic() + CONCLUDING * one.seconds > until_s:
+        if time.monotonic() + search.confirming_s(one) > until_s:
             one.reason += "; whether it serves more at another batch size was not looked for: the time ended"
             all_of_them = False
             continue

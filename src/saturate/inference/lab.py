@@ -22,6 +22,7 @@ from saturate.inference.accuracy import Budget, Judgement
 from saturate.inference.candidates import Candidate
 from saturate.inference.confirm import NotStored
 from saturate.inference.failures import WorkerFailed, no_model
+from saturate.inference.forkserver import ForkServer
 from saturate.inference.journal import Journal, key_of, turn, turns_of
 from saturate.inference.jury import Jury
 from saturate.inference.process import Worker
@@ -100,6 +101,7 @@ class Lab:
     stored: dict[Candidate, Path] = field(default_factory=dict)
     made: list[Path] = field(default_factory=list)              # artifacts of candidates; see `discard`
     asked: Budget | None = None                                 # what the user wants of the check, whether or not it came to a jury
+    forks: ForkServer | None = None                             # that candidates start from; None: each starts afresh
     _prepared_s: float = 0.0
     _ranking: tuple[list[str], tuple[str, ...]] | None = None
 
@@ -123,7 +125,7 @@ class Lab:
         return worker
 
     def start(self, candidate: Candidate) -> Worker:
-        return self._worker(candidate)
+        return self._worker(candidate, forks=self.forks)
 
     def load(self, folder: Path) -> Worker:
         with of_the_machine(f"{folder} cannot be loaded"):
@@ -135,11 +137,11 @@ class Lab:
         return Worker(source, artifact or Candidate(), folder=self.folder / "processes", threads=threads, memory_bytes=self.memory_bytes,
                       prepare_s=max(least_s, self._left_s()), deadline_s=self.deadline_s, facts=self.facts)
 
-    def _worker(self, what: Candidate | Path, least_s: float = 0.0, most_s: float = math.inf) -> Worker:
+    def _worker(self, what: Candidate | Path, least_s: float = 0.0, most_s: float = math.inf, forks: ForkServer | None = None) -> Worker:
         """`least_s`: it may take so long to prepare, whatever time is left: what was found must not be lost at the end. `most_s`: no longer,
-        whatever time is left."""
+        whatever time is left. What is measured to be claimed, or for its memory, starts afresh: without `forks`."""
         return Worker(self.source, what, folder=self.folder / "processes", threads=self.threads, memory_bytes=self.memory_bytes,
-                      prepare_s=max(least_s, min(most_s, self._prepare_s())), deadline_s=self.deadline_s, facts=self.facts)
+                      prepare_s=max(least_s, min(most_s, self._prepare_s())), deadline_s=self.deadline_s, facts=self.facts, forks=forks)
 
     def _prepare_s(self) -> float:
         """What preparing a candidate may take. Only the least that all have leads beyond the end of the time."""
@@ -154,7 +156,7 @@ class Lab:
         does not allow it: that says nothing about the candidate."""
         before_s = AGAIN * ((found.prepare_s or 0.0) + (found.first_call_s or 0.0))
         with storing(found):
-            worker = self._worker(found.candidate, before_s)
+            worker = self._worker(found.candidate, before_s, forks=self.forks)
         try:
             self.stored[found.candidate] = self._stored(worker, found, min(STORE_S, self._left_s() + LOAD_S + before_s))
             return self.stored[found.candidate]

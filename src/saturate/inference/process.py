@@ -1,7 +1,7 @@
 """One candidate in a process of its own, as the search sees it: limits of time and memory, and an end that leaves
 nothing.
 
-The process is a fresh interpreter (`worker`) below a small supervisor (`trial.supervise`), which adopts whatever it
+The process is a fresh interpreter (`worker`), or as one (`forkserver`), below a small supervisor (`trial.supervise`), which adopts whatever it
 starts, such as compile workers, and kills all of it when this process is gone, by whatever signal. A thread watches
 the memory of the tree. While it is frozen nothing of the tree runs.
 """
@@ -12,9 +12,7 @@ import contextlib
 import math
 import os
 import secrets
-import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,10 +23,10 @@ from typing import Any
 from saturate import plugins
 from saturate.errors import EnvironmentProblem
 from saturate.inference import batches as trees
-from saturate.inference import crashes, pickles, wire
+from saturate.inference import crashes, launching, pickles, wire
 from saturate.inference.candidates import Candidate
 from saturate.inference.failures import Kind, WorkerFailed
-from saturate.inference.formats.aoti import SCRATCH
+from saturate.inference.forkserver import ForkServer
 from saturate.inference.source import Source
 from saturate.inference.techniques._api import Entry, Proof
 from saturate.inference.worker import Order
@@ -36,9 +34,6 @@ from saturate.records import sizes
 from saturate.records.inference import ModelFacts
 from saturate.trial import layers, meter, supervised, tree
 from saturate.trial.outcome import FAULTS, NO_ROOM, OUT_OF_MEMORY, classify
-
-#: Every process of a candidate has this variable, with a value of its own.
-_MARK = "SATURATE_WORKER"
 
 #: A call, a block of calls or all outputs: longer is a hang.
 REQUEST_S = 600.0
@@ -58,10 +53,6 @@ _TAIL = 4000
 
 #: Bytes of the log in which faulthandler's lines on all threads are looked for.
 _DUMP = 1 << 17
-
-#: Variables of the user's process that a candidate's process does not get: one would keep torch from reading what
-#: that process wrote, the other asks for the agent of `saturate run`.
-_UNWANTED = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "SATURATE_PLAN")
 
 
 def request_limit_s(expected_s: float, left_s: float = math.inf) -> float:
@@ -99,13 +90,14 @@ class Worker:
 
     def __init__(self, source: Source, what: Candidate | Path, *, folder: Path, threads: int,
                  memory_bytes: int | None = None, prepare_s: float, deadline_s: float = math.inf,
-                 facts: ModelFacts | None = None):
+                 facts: ModelFacts | None = None, forks: ForkServer | None = None):
         """`what`: a candidate, or the folder of an artifact. `folder`: where the process gets a private folder of its
         own. `memory_bytes`: of all its processes on a CPU, of the allocator on a GPU. `deadline_s`: of the search, by
         `time.monotonic()`: `request_limit_s` says what that means for a request. `facts`: None: the first
-        process of a source observes them and leaves them there."""
+        process of a source observes them and leaves them there. `forks`: of the same number of threads: what starts the process, where it
+        can."""
         self.source = source
-        self.folder = _private(Path(folder).absolute())
+        self.folder = launching.private(Path(folder).absolute())
         self.log = self.folder / "output.log"
         self.frozen = False
         self.cpu: int | None = None         # on which it ended its latest block
@@ -115,6 +107,7 @@ class Worker:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._token = secrets.token_hex(12)
+        self._forks = forks
         self._on_cpu = source.device == "cpu"
         self._meter: meter.Meter | None = None
         self._report: dict[str, object] | None = None
@@ -241,7 +234,7 @@ class Worker:
             self._meter.close()
         self._stop()
         self._stream.close()
-        _discard(self.folder)
+        launching.discard(self.folder)
 
     def __enter__(self) -> Worker:
         return self
@@ -251,19 +244,12 @@ class Worker:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _start(self, there: socket.socket, threads: int) -> subprocess.Popen[bytes]:
-        path = [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)]
-        code = (f"import sys; sys.path[:] = {path!r}; from saturate.inference.worker import main; "
-                f"main({there.fileno()})")
-        environment = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
-        environment.update({
-            "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
-            "PYTHONFAULTHANDLER": "1", "TORCHINDUCTOR_CACHE_DIR": str(self.source.folder.absolute() / "inductor"),
-            SCRATCH: str(self.folder / "scratch"), _MARK: self._token,
-            # A compiler that is killed removes none of its temporary files.
-            "TMPDIR": str(layers.scratch_folder(self.folder))})
-        return supervised.start(self.folder, {
-            "argv": [sys.executable, "-c", code], "cwd": os.getcwd(), "environment": environment, "log": str(self.log)}, [there.fileno()])
+    def _start(self, there: socket.socket, threads: int) -> Any:
+        argv = launching.python(f"from saturate.inference.worker import main; main({there.fileno()})")
+        order = {"argv": argv, "path": launching.path(), "cwd": os.getcwd(), "log": str(self.log),
+                 "environment": launching.environment(self.source, self.folder, threads, self._token)}
+        forked = self._forks.start(self.folder, order, there.fileno()) if self._forks is not None else None
+        return forked or supervised.start(self.folder, order, [there.fileno()])
 
     def _ask(self, request: str, *arguments: Any, limit_s: float | None = None, what: str = "a call",
              device: str = "cpu") -> Any:
@@ -344,7 +330,7 @@ class Worker:
 
     def _stop(self, grace_s: float = 0.0) -> dict[str, object] | None:
         """See `supervised.end`."""
-        report = supervised.end(self._supervisor, self.folder, f"{_MARK}={self._token}", grace_s)
+        report = supervised.end(self._supervisor, self.folder, f"{launching.MARK}={self._token}", grace_s)
         self._report = report or self._report
         return self._report
 
@@ -353,32 +339,12 @@ class Worker:
         return supervised.printed(self.log, most)
 
 
-def _private(folder: Path) -> Path:
-    """A new folder inside of `folder` that only this user can enter."""
-    own = folder / f"process-{secrets.token_hex(4)}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        own.mkdir(mode=0o700)
-    except OSError as error:
-        raise EnvironmentProblem(f"no folder for a candidate's process in {folder}", cause=str(error),
-                                 remedy="free some space, or choose another folder with workdir") from error
-    return own
-
-
-def _discard(own: Path) -> None:
-    """Remove what a process wrote into its private folder `own`, and into its TMPDIR."""
-    temporary = layers.scratch_folder(own.absolute())
-    for folder in (own / "scratch", temporary):
-        shutil.rmtree(folder, ignore_errors=True)
-    layers.let_go(temporary)
-
-
 def clear_away(folder: Path) -> None:
     """Remove what the processes of a search that was killed have left in its folder: programs and weights, and what they were started
     with. Hold the folder's lock. Logs stay."""
     for own in folder.glob(f"process-{8 * '[0-9a-f]'}"):
         if not own.is_symlink():
-            _discard(own)
+            launching.discard(own)
             with contextlib.suppress(OSError):
                 (own / supervised.ORDER).unlink()
 

@@ -50,6 +50,9 @@ TELLING = 0.05
 #: Storing, loading, scoring and racing a candidate takes about this many times as long as its trial did.
 CONCLUDING = 1.2
 
+#: ... in which so many processes of it start afresh.
+LOADS = 2
+
 
 class Lab(Protocol):
     """What the search and the confirmation ask of the machine; `lab` has the real one, tests have one without processes."""
@@ -120,6 +123,7 @@ class Search:
     fresh: set[Candidate] = field(default_factory=set)     # measured by this search, not by an earlier one
     check_s: float = 0.0                                    # that the check takes on the model
     start_s: float = 0.0                                    # that a process of the model takes to start: the final race has one
+    afresh_s: float = 0.0                                   # that one which starts afresh takes longer than those that candidates are tried in
     over: str | None = None                                 # which limit the model itself passes: then what keeps them is of use, however slow it is
     own_times: tuple[int, ...] = ()                         # of its calls, ns, by which that is known
     _lane: Any = None
@@ -221,7 +225,7 @@ class Search:
 
     def too_late(self, *found: Tried) -> bool:
         """Whether confirming these, if it takes as long as it mostly does, would end so late that it is not begun."""
-        return time.monotonic() + self._confirming_s(*found) > self.late_s
+        return time.monotonic() + self.confirming_s(*found) > self.late_s
 
     def _judged_in_time(self, candidate: Candidate) -> bool:
         """Whether the check, which a candidate that changes numbers meets when it is tried and when it is confirmed, would be through
@@ -232,11 +236,12 @@ class Search:
         """When trying must end, so that the best two can be confirmed in time: large models take long to store and to load."""
         both = {found.candidate: found for found in (self.best(), self.best(lossless=True)) if found is not None}
         racing_s = self.start_s if both else 0.0
-        return min(self.deadline_s, self.end_s - self._confirming_s(*both.values()) - racing_s)
+        return min(self.deadline_s, self.end_s - self.confirming_s(*both.values()) - racing_s)
 
-    def _confirming_s(self, *found: Tried) -> float:
+    def confirming_s(self, *found: Tried) -> float:
         """What it mostly takes. Those that compute the same have not met the check when they were tried."""
-        return CONCLUDING * sum(one.seconds for one in found) + self.check_s * sum(one.candidate.lossless for one in found)
+        again_s = CONCLUDING * sum(one.seconds for one in found) + LOADS * self.afresh_s * len(found)
+        return again_s + self.check_s * sum(one.candidate.lossless for one in found)
 
     # -- what is known ---------------------------------------------------------------------------------------------
 

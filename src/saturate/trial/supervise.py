@@ -18,7 +18,7 @@ import select
 import signal
 import sys
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _HEAD_BYTES = 512 * 1024
 _TAIL_BYTES = 512 * 1024
 
@@ -67,7 +67,7 @@ class Log:
             self.problem = os.strerror(error.errno)
 
 
-def _run_workload(spec, output, asks):
+def _run_workload(spec, output, asks, become=None):
     """In the child: enter the cage, then become the workload. Never returns. Where it cannot, `trial.starting` reads what failed."""
     stage = "output"
     try:
@@ -90,7 +90,9 @@ def _run_workload(spec, output, asks):
             asks()
         stage = "program"
         # Last, since a new namespace takes it back: should the supervisor be killed, the workload dies with it.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if become is not None:
+            become(spec)
         os.execvpe(spec["argv"][0], spec["argv"], spec["environment"])
     except BaseException as error:  # noqa: BLE001 - nothing above us can report it
         os.write(2, f"saturate: could not start: {stage}: {type(error).__name__}: {error}\n".encode(errors="backslashreplace"))
@@ -109,7 +111,8 @@ def kills_for_memory():
         return None
 
 
-def main(path):
+def main(path, become=None):
+    """`become`: what the workload's process does with the order, in place of executing a program; never returns."""
     with open(path, encoding="utf-8") as file:
         spec = json.load(file)
     os.unlink(path)             # it holds the user's environment
@@ -117,7 +120,7 @@ def main(path):
     from saturate.trial import tree
 
     try:
-        begun = _begin(spec)
+        begun = _begin(spec, become)
     except OSError as error:        # no process more, no descriptor, no room for its log: nothing was started
         _say({"ended": "not_started", "why": f"{type(error).__name__}: {error}"})
         return
@@ -147,7 +150,7 @@ def _say(report):
         pass                                        # nobody is left to read it
 
 
-def _begin(spec):
+def _begin(spec, become=None):
     """Start the workload; all that is needed to watch it. Raises OSError before anything runs."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # Ctrl-C is the controller's to handle
@@ -174,7 +177,7 @@ def _begin(spec):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         os.close(reader)
-        _run_workload(spec, writer, asks)
+        _run_workload(spec, writer, asks, become)
     os.close(writer)
     if attributes:
         attributes.begin()

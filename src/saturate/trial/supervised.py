@@ -24,15 +24,25 @@ _KILLING_S = 15.0
 def start(folder: Path, order: dict[str, Any], pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """The supervisor, which starts what `order` says: "argv", "cwd", "environment", "log", and what else `supervise` knows. Whatever
     this raises (a full disk, no process more, Ctrl-C), the environment is not left in `folder`."""
+    path = write(folder, order)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(PACKAGE / "trial" / "supervise.py"), str(path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=pass_fds, start_new_session=True,
+        )
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def write(folder: Path, order: dict[str, Any]) -> Path:
+    """The file that a supervisor reads and removes. Whatever this raises, it is not left."""
     path = folder / ORDER
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             json.dump({**order, "import_root": str(PACKAGE.parent)}, file)
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(PACKAGE / "trial" / "supervise.py"), str(path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=pass_fds, start_new_session=True,
-        )
+        return path
     except BaseException:
         path.unlink(missing_ok=True)
         raise

@@ -1,0 +1,177 @@
+"""How long does a candidate of `saturate.optimize` take to start, and is one that was forked the same as one that was not?
+
+A fresh interpreter imports torch, its exporter and the model's libraries; a fork has them (`inference.forkserver`). Both start the model
+itself, in turns and in pairs, from the call until it has answered: a perceptron, of torch alone, and a small BERT of the transformers library,
+where that is installed. Then two processes of each kind live side by side and are timed in turns: the forked ones must be neither faster
+nor slower. Last, the same search once with forks and once without (`--search SECONDS`): how many candidates it measured in the same time.
+
+    python bench/candidate_start.py [--smoke] [--json FILE] [--pairs 10] [--search 150]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from math import exp, log
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from _output import as_text, close, write_json
+
+from saturate.inference import api, forkserver
+from saturate.inference.accuracy import Budget
+from saturate.inference.candidates import Candidate
+from saturate.inference.forkserver import ForkServer
+from saturate.inference.process import Worker
+from saturate.inference.source import Source
+from saturate.measure.stats import median_se, t_quantile
+
+#: A fork starts at least so many times as fast; how far its speed may be from a fresh one's.
+LEAST, MOST_APART = 2.0, 0.03
+
+#: Rounds and calls in each, of the processes that live side by side.
+ROUNDS, CALLS = 30, 16
+
+Ratio = tuple[float, float, float]
+
+
+def perceptron() -> tuple[Any, list[tuple[Any, ...]]]:
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(256, 10)).eval(), [(torch.randn(16, 256),) for _ in range(8)]
+
+
+def bert() -> tuple[Any, list[tuple[Any, ...]]]:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512)
+    return BertForSequenceClassification(config).eval(), [(torch.randint(0, 1000, (2, 32)),) for _ in range(8)]
+
+
+MODELS: dict[str, Callable[[], tuple[Any, list[tuple[Any, ...]]]]] = {"perceptron": perceptron, "bert": bert}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="two pairs of one model, no search, nothing is judged")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--pairs", type=int, default=10, help="of starts of each model (default: 10)")
+    parser.add_argument("--search", type=float, default=150.0, metavar="SECONDS", help="given to each search; 0: none (default: 150)")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    names = [name for name in MODELS if name == "perceptron" or (not arguments.smoke and importlib.util.find_spec("transformers"))]
+    rows = []
+    for name in names:
+        model, inputs = MODELS[name]()
+        with tempfile.TemporaryDirectory(prefix="saturate-") as folder:
+            rows.append(row(name, model, inputs, Path(folder), 2 if arguments.smoke else arguments.pairs, 4 if arguments.smoke else ROUNDS,
+                            0.0 if arguments.smoke else arguments.search))
+    met = None if arguments.smoke else all(one["start"][1] > LEAST and one["speed"][1] < 1 + MOST_APART and one["speed"][2] > 1 - MOST_APART
+                                           for one in rows)
+    write_json(arguments.json, "candidate_start", rows, met)
+    return close(met, arguments.smoke, f"forks start {LEAST:g} times as fast, and run within {100 * MOST_APART:g} % of a fresh process")
+
+
+def row(name: str, model: Any, inputs: list[tuple[Any, ...]], folder: Path, pairs: int, rounds: int, search_s: float) -> dict[str, Any]:
+    source = Source.write(folder / "source", model, inputs)
+    with forkserver.running(source, folder, torch.get_num_threads()) as forks:
+        if forks is None:
+            sys.exit("candidates are not forked on this system: there is nothing to compare")
+        facts = began(source, folder, None)[0].ready.facts          # the first one observes the model
+        forks.wait()
+        starts = [in_turns(number, lambda how: began(source, folder, how, facts)[1], forks) for number in range(pairs)]
+        start = ratio([fresh / forked for fresh, forked in starts])
+        print(f"{name:10}  fresh / forked start {as_text(start)}  ({median(fresh for fresh, _ in starts):.2f} s, "
+              f"{median(forked for _, forked in starts):.2f} s)", flush=True)
+        speed, memory = side_by_side(source, folder, forks, facts, rounds)
+        print(f"{'':10}  fresh / forked call  {as_text(speed)}  ({memory[0] / 1e6:.0f} MB, {memory[1] / 1e6:.0f} MB resident)", flush=True)
+        if forks.closed:
+            sys.exit(f"it did not fork: {(forks.folder / 'output.log').read_text()}")
+    found = {"model": name, "start": start, "speed": speed, "memory_bytes": memory, "starts_s": starts}
+    if search_s:
+        found["measured"] = [searched(model, inputs, folder / how, search_s, how == "forked") for how in ("fresh", "forked")]
+        print(f"{'':10}  candidates measured in {search_s:.0f} s: {found['measured'][0]} fresh, {found['measured'][1]} forked", flush=True)
+    return found
+
+
+def began(source: Source, folder: Path, forks: ForkServer | None, facts: Any = None) -> tuple[Worker, float]:
+    """A process of the model, ended again, and how long it took until it had answered, seconds."""
+    begins = time.perf_counter()
+    with Worker(source, Candidate(), folder=folder, threads=torch.get_num_threads(), prepare_s=300.0, facts=facts, forks=forks) as worker:
+        return worker, time.perf_counter() - begins
+
+
+def in_turns(number: int, measure: Callable[[ForkServer | None], float], forks: ForkServer) -> tuple[float, float]:
+    """(fresh, forked); who goes first takes turns."""
+    if number % 2:
+        forked = measure(forks)
+        return measure(None), forked
+    return measure(None), measure(forks)
+
+
+def side_by_side(source: Source, folder: Path, forks: ForkServer, facts: Any, rounds: int) -> tuple[Ratio, list[int]]:
+    """How long a call takes in a fresh process, relative to a forked one, and what the two have resident, bytes."""
+    with contextlib.ExitStack() as ends:
+        workers = [ends.enter_context(Worker(source, Candidate(), folder=folder, threads=torch.get_num_threads(), prepare_s=300.0, facts=facts,
+                                             forks=how)) for how in (None, forks, None, forks)]
+        for worker in workers:
+            worker.block(2 * CALLS)
+            worker.freeze()
+        ratios = []
+        for number in range(rounds):
+            took = {place: median(worker_block(workers[place])) for place in ((0, 1, 2, 3), (3, 2, 1, 0))[number % 2]}
+            ratios += [took[0] / took[1], took[2] / took[3]]
+        return ratio(ratios), [int(worker.memory_bytes() or 0) for worker in workers[:2]]
+
+
+def worker_block(worker: Worker) -> list[int]:
+    worker.thaw()
+    times = worker.block(CALLS)
+    worker.freeze()
+    return times
+
+
+def ratio(values: Sequence[float]) -> Ratio:
+    """The median, with its 95 % interval."""
+    logs = [log(value) for value in values]
+    half = t_quantile(0.975, len(logs) - 1) * median_se(logs)
+    return exp(median(logs)), exp(median(logs) - half), exp(median(logs) + half)
+
+
+def searched(model: Any, inputs: list[tuple[Any, ...]], folder: Path, seconds: float, forked: bool) -> int:
+    """How many candidates a search measured."""
+    held = contextlib.nullcontext() if forked else mock.patch.object(api, "running", afresh)
+    with held, open(os.devnull, "w") as nowhere:
+        found = api.optimize(model, inputs, check=agreement(model, inputs), budget=Budget(max_drop=0.1), time=seconds, workdir=folder,
+                             progress=lambda text: print(text, file=nowhere))
+    return sum(one.speedup is not None for one in found.record.candidates)
+
+
+def agreement(model: Any, inputs: list[tuple[Any, ...]]) -> Callable[..., list[float]]:
+    """A check by the model's own top-1 on other inputs: its weights are random."""
+    made = [tuple(torch.flip(tensor, (-1,)) for tensor in batch) for batch in inputs for _ in range(16)]
+    with torch.no_grad():
+        own = [top(model(*batch)) for batch in made]
+    return lambda run: [float(a == b) for batch, known in zip(made, own, strict=True) for a, b in zip(top(run(*batch)), known, strict=True)]
+
+
+def top(answer: Any) -> list[int]:
+    return getattr(answer, "logits", answer).argmax(-1).tolist()
+
+
+@contextlib.contextmanager
+def afresh(*given: Any) -> Iterator[None]:
+    """No fork server."""
+    yield None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
