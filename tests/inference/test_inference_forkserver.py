@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +14,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("cloudpickle", reason="the extra inference")
-if not sys.platform.startswith("linux"):
-    pytest.skip("candidates are forked on Linux only", allow_module_level=True)
 
 from process_kit import Pair  # noqa: E402 - after the check for torch
 from waiting import until  # noqa: E402
@@ -27,6 +25,9 @@ from saturate.inference.process import Worker  # noqa: E402
 from saturate.inference.source import Source  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
 from saturate.trial import tree  # noqa: E402
+
+if not forkserver.possible():
+    pytest.skip("candidates start afresh on this system", allow_module_level=True)
 
 BATCHES = [(torch.rand(2, 6, generator=torch.Generator().manual_seed(seed)),) for seed in range(4)]
 
@@ -80,26 +81,29 @@ def test_a_fork_s_memory_and_random_numbers_are_its_own(source: Source, forks: F
         assert fresh.memory_bytes() < one.memory_bytes() < fresh.memory_bytes() + 200 * 2**20
 
 
-def test_what_has_started_threads_is_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their locks would be held for ever."""
-    (tmp_path / "threaded_model.py").write_text(textwrap.dedent("""
-        import threading, time
+@pytest.mark.parametrize(("starts", "what"), [("threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()", "threads"),
+                                             ("subprocess.Popen(['sleep', '600'])", "a process")])
+def test_what_has_started_threads_or_a_process_is_not_forked(starts: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks would be held for ever, and many would talk to one."""
+    name = f"starts_{what.replace(' ', '_')}"
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent(f"""
+        import os, subprocess, threading, time
         import torch
 
-        threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
+        if os.getpid() != {os.getpid()}:
+            {starts}
 
         class Model(torch.nn.Linear):
             pass
     """), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    import threaded_model
-
-    source = Source.write(tmp_path / "source", threaded_model.Model(6, 3), BATCHES)
+    module = importlib.import_module(name)
+    source = Source.write(tmp_path / "source", module.Model(6, 3), BATCHES)
     with forkserver.running(source, tmp_path / "processes", 1) as forks:
         assert forks is not None
         with worker(source, tmp_path / "processes", forks) as one:
             assert not is_forked(one) and one.run(*BATCHES[0]).shape == (2, 3)
-        assert forks.closed and "threads" in log(forks)
+        assert forks.closed and what in log(forks)
 
 
 def test_threads_that_may_be_forked_beside_keep_nobody_from_it(source: Source, tmp_path: Path) -> None:
@@ -197,6 +201,7 @@ def test_a_system_that_cannot_do_it_is_no_failure(source: Source, tmp_path: Path
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(os, "pidfd_open", unknown)
+    assert not forkserver.possible()
     with forkserver.running(source, tmp_path, 1) as forks:
         assert forks is None
 

@@ -5,7 +5,7 @@ small model mostly consists. Here they are imported once. A fork begins with its
 interpreter that had just imported the same would (`_become`), below a supervisor of its own, as every candidate.
 
 Where forking is not safe there is no such process, and candidates start afresh: other systems than Linux, GPUs (CUDA does not survive a
-fork), libraries that have started threads (nor do locks that those hold), a model that cannot be loaded. What is claimed in the end is measured
+fork), libraries that have started threads (nor do locks that those hold) or processes, a model that cannot be loaded. What is claimed in the end is measured
 in fresh processes in any case.
 """
 
@@ -60,10 +60,10 @@ class Supervisor:
 
     def __init__(self, pid: int, stdin: int, stdout: int, collect: Callable[[int], None]):
         self.pid = pid
-        self.stdin, self.stdout = os.fdopen(stdin, "wb", buffering=0), os.fdopen(stdout, "rb")
         self.returncode: int | None = None
         self._collect = collect
         self._ended = os.pidfd_open(pid)
+        self.stdin, self.stdout = os.fdopen(stdin, "wb", buffering=0), os.fdopen(stdout, "rb")
 
     def poll(self) -> int | None:
         """0 once it has ended, however that was."""
@@ -186,13 +186,22 @@ class ForkServer:
         launching.discard(self.folder)
 
 
+def possible() -> bool:
+    """Whether this system has what it takes: Linux 5.14, and a /proc that tells a process of its own pages."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        os.close(os.open("/proc/self/pagemap", os.O_RDONLY))
+    except (OSError, AttributeError):
+        return False
+    return not _populate(_POPULATE_WRITE, [_page_of(ctypes.create_string_buffer(1))])
+
+
 @contextlib.contextmanager
 def running(source: Source, folder: Path, threads: int) -> Iterator[ForkServer | None]:
     """One for the candidates of a search; None where they must start afresh."""
     server = None
-    if source.device == "cpu" and sys.platform.startswith("linux"):
-        with contextlib.suppress(OSError, EnvironmentProblem):      # an older kernel, or no room: whatever starts next says what is wrong
-            os.close(os.pidfd_open(os.getpid()))
+    if source.device == "cpu" and possible():
+        with contextlib.suppress(OSError, EnvironmentProblem):      # no room, no process more: whatever starts next says what is wrong
             server = ForkServer(source, folder=folder, threads=threads)
     try:
         yield server
@@ -210,7 +219,6 @@ def main(descriptor: int, source: str, token: str) -> None:
     began = time.monotonic()
     channel = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
-    _populate(_POPULATE_WRITE, [_page_of(ctypes.create_string_buffer(1))])      # OSError: the kernel does not know how
     for name in _MODULES:
         importlib.import_module(name)
     opened = Source.open(Path(source))
@@ -218,9 +226,11 @@ def main(descriptor: int, source: str, token: str) -> None:
         opened.model(sys.modules["torch"])      # imports the user's modules
     from saturate.inference import worker  # noqa: F401 - as they do
 
-    if not os.fork():           # libraries whose threads may be forked beside end them now, and start them again when they need any: OpenBLAS
+    if (pid := os.fork()) == 0:     # libraries whose threads may be forked beside end them now, and start them again when they need any: OpenBLAS
         os._exit(0)
-    os.wait()
+    os.waitpid(pid, 0)
+    if tree.children(os.getpid()):
+        sys.exit("no forks: a library has started a process, which only one process can talk to")
     own = _descriptors() - {channel.fileno()}
     gc.collect()
     gc.freeze()
@@ -354,9 +364,7 @@ def _page_of(buffer: Any) -> tuple[int, int]:
     return ctypes.addressof(buffer) // _PAGE * _PAGE, _PAGE
 
 
-def _populate(how: int, runs: Sequence[tuple[int, int]]) -> None:
-    """Have the kernel map these pages now. Raises OSError where it cannot."""
-    library = ctypes.CDLL(None, use_errno=True)
-    for address, size in runs:
-        if library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), how):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+def _populate(how: int, runs: Sequence[tuple[int, int]]) -> int:
+    """Have the kernel map these pages now. For how many runs it would not: they are mapped when they are touched."""
+    madvise = ctypes.CDLL(None).madvise
+    return sum(madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), how) != 0 for address, size in runs)
