@@ -3,7 +3,9 @@
 A fresh interpreter imports torch, its exporter and the model's libraries; a fork has them (`inference.forkserver`). Both start the model
 itself, one after the other (who is first takes turns), from the call until it has answered: a perceptron, of torch alone, and a small BERT of
 the transformers library, where that is installed. Then the two live side by side and are timed in turns: forked ones must be neither
-faster nor slower. Each pair of processes counts once, for two of one kind differ, too. Last, the same search once with forks and once without (`--search SECONDS`): how many candidates it measured in the same time.
+faster nor slower. Each pair of processes counts once, for two of one kind differ, too. Then candidates of ONNX Runtime start, in turns one that exports the model and one
+that finds that export (`inference.techniques._onnx_exports`), both forked. Last, the same search once with forks and once without (`--search SECONDS`): how many candidates
+it measured in the same time.
 
     python bench/candidate_start.py [--smoke] [--json FILE] [--pairs 10] [--search 150]
 """
@@ -29,14 +31,16 @@ from _output import as_text, close, write_json
 
 from saturate.inference import api, forkserver
 from saturate.inference.accuracy import Budget
-from saturate.inference.candidates import Candidate
+from saturate.inference.candidates import Candidate, Part
 from saturate.inference.forkserver import ForkServer
 from saturate.inference.process import Worker
 from saturate.inference.source import Source
+from saturate.inference.techniques import onnx_runtime
 from saturate.measure.stats import median_se, t_quantile
 
-#: A fork starts at least so many times as fast; how far its speed may be from a fresh one's, with all of its interval.
-LEAST, MOST_APART = 2.0, 0.03
+#: A fork starts at least so many times as fast; how far its speed may be from a fresh one's, with all of its interval; and so many times as
+#: fast starts who finds an export.
+LEAST, MOST_APART, LEAST_EXPORT = 2.0, 0.03, 2.0
 
 #: Rounds of a pair that lives side by side, and calls in each.
 ROUNDS, CALLS = 12, 16
@@ -75,9 +79,10 @@ def main() -> int:
             rows.append(compared(name, model, inputs, Path(folder), 2 if arguments.smoke else arguments.pairs,
                             0.0 if arguments.smoke else arguments.search))
     met = None if arguments.smoke else all(one["start"][1] > LEAST and one["speed"][1] > 1 - MOST_APART and one["speed"][2] < 1 + MOST_APART
-                                           for one in rows)
+                                           and one["export"][1] > LEAST_EXPORT for one in rows)
     write_json(arguments.json, "candidate_start", rows, met)
-    return close(met, arguments.smoke, f"forks start {LEAST:g} times as fast, and run within {100 * MOST_APART:g} % of a fresh process")
+    return close(met, arguments.smoke, f"forks start {LEAST:g} times as fast, and run within {100 * MOST_APART:g} % of a fresh process; with an "
+                                       f"export that is there, candidates start {LEAST_EXPORT:g} times as fast")
 
 
 def compared(name: str, model: Any, inputs: list[tuple[Any, ...]], folder: Path, pairs: int, search_s: float) -> dict[str, Any]:
@@ -95,19 +100,23 @@ def compared(name: str, model: Any, inputs: list[tuple[Any, ...]], folder: Path,
         print(f"{name:10}  fresh / forked start {as_text(start)}  ({typical['start_s'][0]:.2f} s, {typical['start_s'][1]:.2f} s)")
         print(f"{'':10}  fresh / forked call  {as_text(speed)}  ({typical['memory_bytes'][0] / 1e6:.0f} MB, {typical['memory_bytes'][1] / 1e6:.0f} MB resident)",
               flush=True)
+        exports = [export(source, folder, forks, facts) for _ in range(pairs)]
+        shared = ratio([one / other for one, other in exports])
+        print(f"{'':10}  own / shared export   {as_text(shared)}  ({median(one for one, _ in exports):.2f} s, {median(other for _, other in exports):.2f} s)",
+              flush=True)
         if forks.closed:
             sys.exit(f"it did not fork: {(forks.folder / 'output.log').read_text()}")
-    row: dict[str, Any] = {"model": name, "start": start, "speed": speed, "pairs": found}
+    row: dict[str, Any] = {"model": name, "start": start, "speed": speed, "pairs": found, "export": shared, "exports": exports}
     if search_s:
         row["measured"] = [searched(model, inputs, folder / how, search_s, how == "forked") for how in ("fresh", "forked")]
         print(f"{'':10}  candidates measured in {search_s:.0f} s: {row['measured'][0]} fresh, {row['measured'][1]} forked", flush=True)
     return row
 
 
-def began(source: Source, folder: Path, forks: ForkServer | None, facts: Any = None) -> tuple[Worker, float]:
-    """A process of the model, and how long it took until it had answered, seconds. To be closed."""
+def began(source: Source, folder: Path, forks: ForkServer | None, facts: Any = None, candidate: Candidate | None = None) -> tuple[Worker, float]:
+    """A process of the model, or of a candidate, and how long it took until it had answered, seconds. To be closed."""
     begins = time.perf_counter()
-    worker = Worker(source, Candidate(), folder=folder, threads=torch.get_num_threads(), prepare_s=300.0, facts=facts, forks=forks)
+    worker = Worker(source, candidate or Candidate(), folder=folder, threads=torch.get_num_threads(), prepare_s=300.0, facts=facts, forks=forks)
     return worker, time.perf_counter() - begins
 
 
@@ -127,6 +136,18 @@ def pair(source: Source, folder: Path, order: Sequence[ForkServer | None], facts
                 workers[place].freeze()
         return {"start_s": [started[forked][1] for forked in (False, True)], "call_ns": [median(some[CALLS:]) for some in times],
                 "memory_bytes": [worker.memory_bytes() for worker in workers]}
+
+
+def export(source: Source, folder: Path, forks: ForkServer, facts: Any) -> tuple[float, float]:
+    """Seconds until a candidate of ONNX Runtime has answered: one that exports the model, and the next."""
+    source.without_exports()
+    runtime = Candidate.of([Part(onnx_runtime, onnx_runtime.Options())])
+    took = []
+    for _ in range(2):
+        worker, seconds = began(source, folder, forks, facts, runtime)
+        worker.close()
+        took.append(seconds)
+    return took[0], took[1]
 
 
 def ratio(values: Sequence[float]) -> Ratio:

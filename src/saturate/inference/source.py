@@ -29,6 +29,7 @@ from saturate.records.inference import ModelFacts
 _MANIFEST = "source.json"
 _MODEL, _INPUTS, _OTHERS, _CALIBRATION, _TRAIN, _LOADER, _FACTS = (
     "model.pt", "inputs.pt", "others.pt", "calibration.pt", "train.pt", "loader.pt", "facts.pt")
+_EXPORTS = "exports"
 
 
 class NotMade(Exception):
@@ -93,6 +94,7 @@ class Source:
         _make_private(folder)
         for name in (_MANIFEST, _FACTS):        # of an earlier model
             (folder / name).unlink(missing_ok=True)
+        _remove_exports(folder)
         if called is not None:
             pickles.save(torch, called, folder / _MODEL, "the model")
         pickles.save(torch, measured, folder / _INPUTS, "inputs")
@@ -200,6 +202,16 @@ class Source:
         check_private(self.folder)
         return pickles.load(torch, self.folder / _FACTS) if (self.folder / _FACTS).exists() else None
 
+    @property
+    def exports(self) -> Path:
+        """A folder that the first candidate who exports the model makes for all (see `techniques._onnx_exports`)."""
+        return self.folder / _EXPORTS
+
+    def without_exports(self) -> None:
+        """Remove them: a copy of the model's weights each. Who needs one makes it again."""
+        with suppress(OSError):
+            _remove_exports(self.folder)
+
     def keep_facts(self, torch: Any, facts: ModelFacts) -> None:
         pickles.save(torch, facts, self.folder / _FACTS, "facts")
 
@@ -217,6 +229,12 @@ def without_model(folder: Path) -> None:
     """Remove the model from what `Source.write` wrote, of which no process is started any more: it may be gigabytes."""
     with suppress(OSError):
         (folder / _MODEL).unlink(missing_ok=True)
+
+
+def _remove_exports(folder: Path) -> None:
+    """Raises OSError where they stay."""
+    if os.path.lexists(folder / _EXPORTS):
+        shutil.rmtree(folder / _EXPORTS)
 
 
 def _check_train(train: Train | None) -> None:

@@ -52,6 +52,9 @@ _LITTLE_BYTES = 1 << 18
 #: glibc's limits grow up to 32 MiB.
 _LARGEST_KEPT_BYTES = 31 * 2**20
 
+#: What a technique that sets switches may touch and leave the model's export as every candidate would make it.
+_BESIDE_THE_MODEL = {"threads"}
+
 #: Calibration batches that layers are ranked with.
 _RANKING_BATCHES = 8
 
@@ -201,7 +204,7 @@ class Server:
             calibration=source.calibration(torch) if data else [], others=others if data else [],
             facts=facts, folder=Path(order.folder), threads=order.threads,
             train=source.train(torch) if data and source.trainable else None, keep=order.keep,
-            deadline_s=began + _TRAINING_SHARE * order.limit_s)
+            deadline_s=began + _TRAINING_SHARE * order.limit_s, exports=source.exports)
         self._source = source
         session.remember(self.context, source.switches)
         done = [self._apply(*technique) for technique in order.techniques]
@@ -242,6 +245,8 @@ class Server:
             said = module.apply(self.context, options)
         if trains:
             modes.evaluate(self.context.model, on_purpose & modes.training_parts(self.context.model))
+        if module.TECHNIQUE.stage != "session" or {touch.resource for touch in module.TECHNIQUE.touches} - _BESIDE_THE_MODEL:
+            self.context.exports = None
         self._doing = ""
         self._parts.append((module, options))
         return said

@@ -88,7 +88,7 @@ def capture(context: Context, model: Any = None) -> Program:
         return Program(exported, flat, signature, flat.classes, None if context.facts.varying_shapes else batches[0])
     if isinstance(problem, structure.NotDescribable):       # with fixed sizes too, where a size in it would be a number
         raise NotApplied(f"the output cannot be stored: {problem}{_without_cache(problem)}") from problem
-    raise NotApplied(f"torch.export cannot capture the model: {_dynamic_shapes.one_size_only(problem) or short(problem)}")
+    raise NotApplied(f"torch.export cannot capture the model: {_dynamic_shapes.one_size_only(problem) or short(problem)}") from problem
 
 
 def unknown_operator(torch: Any, exported: Any) -> str:

@@ -115,6 +115,7 @@ class Context:
     save: Callable[[Path], Entry] | None = None     # set with `call`: stores the program in a folder; None: by torch.export
     others: list[tuple[Any, ...]] = field(default_factory=list)     # inputs of other sizes than all of `inputs`, on `device`
     notes: dict[str, str] = field(default_factory=dict)     # facts for `active`, by technique id or a key of its own
+    exports: Path | None = None             # where exports of the model lie for all candidates (see `_onnx_exports`); None: it is not theirs any more
 
 
 class InferenceTechnique(Protocol):

@@ -10,7 +10,6 @@ import json
 import platform
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from saturate.errors import EnvironmentProblem
 from saturate.inference import structure
 from saturate.inference.formats import _program
 from saturate.inference.formats import onnx as files
-from saturate.inference.techniques import _onnx_interpolation, _onnx_translations
+from saturate.inference.techniques import _onnx_exports, _onnx_interpolation, _onnx_translations
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied, Proof, no_program
+from saturate.inference.techniques._onnx_exports import Exported
 from saturate.records.inference import ModelFacts
 
 #: Nodes that multiply integers, and those that multiply floating-point numbers, after ONNX Runtime's own fusions.
@@ -35,24 +35,6 @@ SCOPES = "pkg.torch.onnx.name_scopes"
 
 #: The flat module of `_program.capture` calls the user's one so.
 _ROOT = "model."
-
-
-@dataclass(frozen=True)
-class Exported:
-    """An ONNX file in the scratch folder, the signature with which it is called (see `formats._program`), the classes of
-    its output, of each value in the graph the modules that made it, as in `named_modules`, and whether it gathers the
-    nearest pixels of an interpolation (`_onnx_interpolation`)."""
-
-    path: Path
-    signature: dict[str, Any]
-    classes: dict[str, type]
-    owners: dict[str, frozenset[str]]
-    gathered: bool = False
-
-    def sizes(self) -> str:
-        """What it may be called with, for the user."""
-        free = sorted({size for tensor in self.signature["tensors"] for size in tensor["shape"] if isinstance(size, str)})
-        return f"{len(free)} free size(s)" if free else "only for the shapes of these inputs"
 
 
 def refusal(facts: ModelFacts, packages: Sequence[str] = ("onnx", "onnxruntime", "onnxscript")) -> Ineligible | None:
@@ -103,10 +85,16 @@ def worth_int8(facts: ModelFacts, layers: str, narrowed: str = "weights") -> Eli
 
 
 def export(context: Context, model: Any = None) -> Exported:
-    """Write context.model (or `model`, with the same inputs and outputs) to model.onnx in the scratch folder.
+    """context.model as an ONNX file, or `model`, with the same inputs and outputs. Do not write to it: other candidates may have it, too.
 
     Raises NotApplied with the exporter's own reason.
     """
+    if model is not None:
+        return _exported(context, model, context.folder)
+    return _onnx_exports.once(context, lambda folder: _exported(context, context.model, folder))
+
+
+def _exported(context: Context, model: Any, folder: Path) -> Exported:
     torch = context.torch
     program = _program.capture(context, model)
     given = [tensor["dtype"] for tensor in program.signature["tensors"]]
@@ -119,7 +107,7 @@ def export(context: Context, model: Any = None) -> Exported:
     gathered = any(_onnx_interpolation.by_open_sizes(torch, node) for node in nodes)
     from onnx_ir.passes import PassError
 
-    path = context.folder / "model.onnx"
+    path = folder / _onnx_exports.NAME
     names = [f"{files.INPUT}{place}" for place in range(len(program.signature["tensors"]))]
     try:
         with _program.kept_open(torch, program):

@@ -10,7 +10,8 @@ from typing import Any
 from saturate.inference import structure
 from saturate.inference.formats import onnx as files
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, NotApplied
-from saturate.inference.techniques._onnx import EXPORT_CODE, FLOAT, Exported, export, worth_int8
+from saturate.inference.techniques._onnx import EXPORT_CODE, FLOAT, export, worth_int8
+from saturate.inference.techniques._onnx_exports import Exported
 from saturate.records.inference import ModelFacts
 
 #: Nodes whose first input is what they pass on; the others say in which shape, and may be computed.

@@ -77,7 +77,7 @@ def apply(context: Context, options: Options) -> str:
     import tensorrt
 
     torch = context.torch
-    model = _onnx.in_half(torch, context.model) if options.half else context.model
+    model = _onnx.in_half(torch, context.model) if options.half else None
     exported = _onnx.export(context, model)
     path = context.folder / "model.plan"
     path.write_bytes(_build(tensorrt, exported, _shapes(torch, context)))
