@@ -30,7 +30,7 @@ from saturate.inference import api, folders, jury, plan, samples
 from saturate.inference.failures import WorkerFailed
 from saturate.inference.lab import Lab
 from saturate.inference.techniques import _registry
-from saturate.inference.techniques._api import Train
+from saturate.inference.techniques._api import FOR_ALL_S, Train
 from saturate.records.inference import ModelFacts
 
 torch = pytest.importorskip("torch")
@@ -82,11 +82,13 @@ def test_a_search_without_a_workdir_leaves_the_command_lines_alone(tmp_path: Pat
     assert list((tmp_path / ".saturate").glob("*/report.html")) and not (killed / "scratch").exists()
 
 
-def test_a_time_that_starting_takes_up_is_told_before_a_check_takes_as_much_again(tmp_path: Path) -> None:
+def test_a_time_that_starting_takes_up_is_told_before_a_check_takes_as_much_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen: of 60 seconds starting had taken 45, and the check went on for five minutes although nothing could be tried any more."""
     asked: list[int] = []
+    monkeypatch.setattr(api, "for_all_s", lambda notes: 1000.0 * (float(notes[FOR_ALL_S]) > 0.0))
     result = saturate.optimize(torch.nn.Linear(4, 2), [(torch.zeros(8, 4),)], check=lambda run: asked.append(1) or [1.0] * 30, workdir=tmp_path / "run",
                                time="1s", threads=1, progress=lambda text: None)
+    assert result._search.start_s < 0, "the model's next process finds what this one found out"
     assert not asked and result.record.verdict == "inconclusive" and result.record.max_drop == 0.01
     assert "the time ended before the first candidate's turn, give it " in repr(result) and "m: start " in repr(result)
     assert [phase.name for phase in result.record.phases][:2] == ["start", "search"] and {row.fate for row in result.record.candidates} == {"not_tried", "not_applicable"}

@@ -38,7 +38,7 @@ from saturate.inference.techniques import (  # noqa: E402
     threads,
     torchao_weight_only,
 )
-from saturate.inference.techniques._api import Context, NotApplied, variants_of  # noqa: E402
+from saturate.inference.techniques._api import FOR_ALL_S, Context, NotApplied, variants_of  # noqa: E402
 from saturate.inference.worker import Server  # noqa: E402
 from saturate.records.inference import ModelFacts  # noqa: E402
 
@@ -224,11 +224,19 @@ def test_a_technique_that_says_nothing_of_what_it_changes_is_not_trusted(context
 
 def test_processes_of_a_search_share_it(tmp_path):
     source = Source.write(tmp_path / "source", Pair(), [(torch.rand(2, 6),) for _ in range(4)])
-    seen = None
+    with Worker(source, Candidate(), folder=tmp_path, threads=1, prepare_s=120.0) as worker:
+        facts, observed_s = worker.ready.facts, float(worker.ready.notes[FOR_ALL_S])
+        assert 0.1 < observed_s < worker.ready.prepare_s, "the first finds out what the others are told"
+    with Worker(source, Candidate(), folder=tmp_path, threads=1, prepare_s=120.0, facts=facts) as worker:
+        assert not worker.ready.notes
+    seen, told = None, []
     for part in (onnx_runtime, onnx_runtime):
-        with Worker(source, Candidate.of([Part(part, part.Options())]), folder=tmp_path, threads=1, prepare_s=120.0) as worker:
+        with Worker(source, Candidate.of([Part(part, part.Options())]), folder=tmp_path, threads=1, prepare_s=120.0, facts=facts) as worker:
             seen = seen or digests(source.exports)
             assert digests(source.exports) == seen and worker.ready.proofs[0].active
+            assert (FOR_ALL_S in worker.ready.notes) == (len(told) == 0)
+            told.append(float(worker.ready.notes.get(FOR_ALL_S, 0.0)))
+            assert told[-1] < worker.ready.prepare_s
             assert worker.ready.done == ["ONNX Runtime on 1 thread(s); 1 free size(s)"]
 
 

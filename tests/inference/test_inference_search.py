@@ -23,6 +23,8 @@ from saturate.inference.journal import Journal
 from saturate.inference.limits import over_limit, surely_over_limit
 from saturate.inference.scores import Scores
 from saturate.inference.search import Search, Tried
+from saturate.inference.techniques._api import FOR_ALL_S
+from saturate.inference.tried import entry_of, tried_of
 from saturate.measure.race import Limits
 from saturate.records.inference import LEFT_OUT, NO_CHECK, ModelFacts, Timing
 from saturate.techniques._api import Eligible, Ineligible, Proof, Technique, Touch
@@ -99,6 +101,7 @@ class World:
     few: bool = False               # samples of the check
     undecided: bool = False
     served: int | None = None       # bytes of its artifact; in the search all have 1e9
+    exported: float = 0.0           # seconds that the first to start does something for all
     started: list[str] = field(default_factory=list)
     workers: list[FakeWorker] = field(default_factory=list)
 
@@ -109,6 +112,9 @@ class World:
                 raise WorkerFailed("failed", self.fails[part.id])
         factor = math.prod(self.factors[part.id] for part in candidate.parts) * (1 + 0.01 * len(candidate.keep))
         worker = FakeWorker(factor, candidate, not any(part.id in self.idle for part in candidate.parts))
+        if self.exported and not self.workers:
+            time.sleep(self.exported)
+            worker.notes[FOR_ALL_S] = str(self.exported)
         self.workers.append(worker)
         return worker
 
@@ -222,6 +228,24 @@ def test_the_check_of_what_has_not_met_it_counts_in_what_confirming_takes() -> N
     assert search._until_s() < time.monotonic() + 26, "the model's own process has to start for the final race"
     search.afresh_s = 5.0
     assert search._until_s() < time.monotonic() + 16, "two processes of it start afresh, and it was tried in one that did not"
+
+
+def test_what_a_candidate_did_for_all_is_not_expected_again() -> None:
+    """The first to need an export makes it: of a small model's minute half was kept free, to confirm what takes seconds by then."""
+    world = World({"run": 0.5, "int8": 0.4})
+    world.exported = 0.03
+    search = walk(world, RUN, INT8)
+    first, other = (next(found for candidate, found in search.tried.items() if [part.id for part in candidate.parts] == [name]) for name in ("run", "int8"))
+    assert (first.for_all_s, other.for_all_s) == (0.03, 0.0) and first.seconds > 0.03, "what it cost is what it cost"
+    assert first.again_s == first.seconds - 0.03 and other.again_s == other.seconds
+    first.seconds, first.for_all_s, search.check_s = 30.0, 25.0, 0.0
+    assert search.confirming_s(first) == pytest.approx(6.0)
+    search.end_s, search.deadline_s = time.monotonic() + 60, time.monotonic() + 60
+    other.seconds = 2.0
+    assert search._until_s() > time.monotonic() + 60 - 6.0 - 2.4 - 1
+    assert search.room_for(first, other) and order.seconds(first.candidate, search.tried) == 5.0
+    before, after = (tried_of(first.candidate, entry_of(one)) for one in (first, other))
+    assert before.again_s == 30.0, "an earlier search has left no export" and after.again_s == 2.0
 
 
 def test_without_a_check_only_lossless_candidates_run() -> None:
@@ -516,9 +540,9 @@ def test_what_an_earlier_search_has_tried_is_not_left_out(tmp_path: Path) -> Non
 ])
 def test_what_lets_a_format_be_left_out(format: float | None, runtimes: tuple[float, float | None], best: float, left_out: bool) -> None:
     first, second, number = (Part(Hashable(**vars(module)), module.Options()) for module in (FIRST, SECOND, BF16))
-    tried = {Candidate.of([part]): SimpleNamespace(speedup=speed, seconds=1.0) for part, speed in zip((first, second), runtimes)}
+    tried = {Candidate.of([part]): SimpleNamespace(speedup=speed, again_s=1.0) for part, speed in zip((first, second), runtimes)}
     seen = Candidate.of([first, number])
-    tried[seen] = SimpleNamespace(speedup=format, seconds=1.0)
+    tried[seen] = SimpleNamespace(speedup=format, again_s=1.0)
     found = order.outrun(Candidate.of([second, number]), tried, best)
     assert found == (seen if left_out else None)
     assert order.outrun(Candidate.of([second]), tried, 100.0) is None, "lossless ones are wanted for their own sake"
@@ -528,7 +552,7 @@ def test_what_lets_a_format_be_left_out(format: float | None, runtimes: tuple[fl
 def test_of_several_that_show_a_format_the_fastest_says_what_may_be_hoped_for(best: float, left_out: bool) -> None:
     first, second, third, number = (Part(Hashable(**vars(module)), module.Options()) for module in (FIRST, SECOND, compiling("third"), BF16))
     speeds = {(first,): 1.5, (second,): 1.5, (third,): 1.5, (third, number): 4.0, (first, number): 2.0}
-    tried = {Candidate.of(list(parts)): SimpleNamespace(speedup=speed, seconds=1.0) for parts, speed in speeds.items()}
+    tried = {Candidate.of(list(parts)): SimpleNamespace(speedup=speed, again_s=1.0) for parts, speed in speeds.items()}
     assert order.outrun(Candidate.of([second, number]), tried, best) == (Candidate.of([third, number]) if left_out else None)
 
 

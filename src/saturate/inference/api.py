@@ -32,7 +32,7 @@ from saturate.inference.jury import control
 from saturate.inference.lab import Lab, of_the_machine
 from saturate.inference.phases import Phases, slack_s
 from saturate.inference.result import Result, seconds_of, undecided_lossless
-from saturate.inference.search import Search
+from saturate.inference.search import Search, for_all_s
 from saturate.inference.source import Source
 from saturate.inference.techniques import _registry
 from saturate.inference.techniques._api import Train
@@ -114,7 +114,7 @@ def optimize(model: Any, inputs: Any, *, check: Callable[..., Any] | None = None
         starts = clock.monotonic()
         with running_model():
             worker = lab.baseline()
-        start_s = clock.monotonic() - starts
+        start_s = clock.monotonic() - starts - for_all_s(worker.ready.notes)
         try:
             with running_model():
                 notes = [*source.notes, *observe_baseline(lab, worker, threads)]

@@ -35,8 +35,10 @@ HOPED = 1.5
 class Known(Protocol):
     """What the search has found out about a candidate."""
 
-    seconds: float
     speedup: float | None
+
+    @property
+    def again_s(self) -> float: ...
 
 
 def rate(candidate: Candidate, facts: ModelFacts, tried: Mapping[Candidate, Known], best: float) -> float:
@@ -84,7 +86,7 @@ def _speed_of(candidate: Candidate, tried: Mapping[Candidate, Known]) -> float |
 
 
 def repair_rate(broken: Known, best: float) -> float:
-    return gain(REPAIRED * (broken.speedup or 0.0), best) / (REPAIR_TRIALS * max(broken.seconds, 1.0))
+    return gain(REPAIRED * (broken.speedup or 0.0), best) / (REPAIR_TRIALS * max(broken.again_s, 1.0))
 
 
 def gain(speedup: float, best: float) -> float:
@@ -103,10 +105,10 @@ def expected_speedup(candidate: Candidate, facts: ModelFacts, tried: Mapping[Can
 
 def seconds(candidate: Candidate, tried: Mapping[Candidate, Known]) -> float:
     """That trying it will cost."""
-    same = [known.seconds for other, known in tried.items() if known.seconds and other.ids == candidate.ids]
+    same = [known.again_s for other, known in tried.items() if known.again_s and other.ids == candidate.ids]
     if same:
         return max(same)
-    seen = [(known.seconds, prior_s(other)) for other, known in tried.items() if known.seconds and other.parts]
+    seen = [(known.again_s, prior_s(other)) for other, known in tried.items() if known.again_s and other.parts]
     scale = sum(real for real, _ in seen) / sum(prior for _, prior in seen) if seen else 1.0
     return scale * prior_s(candidate)
 

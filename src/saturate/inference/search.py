@@ -24,7 +24,7 @@ from saturate.inference.failures import CheckFailed, WorkerFailed, no_model
 from saturate.inference.limits import model_over_limit, surely_over_limit, too_few_calls
 from saturate.inference.repair import Repair
 from saturate.inference.scores import Scores
-from saturate.inference.techniques._api import COMPRESSED_BYTES
+from saturate.inference.techniques._api import COMPRESSED_BYTES, FOR_ALL_S
 from saturate.inference.tried import Tried, entry_of, rests_on, tried_of
 from saturate.records.inference import Verdict
 
@@ -221,7 +221,7 @@ class Search:
 
     def room_for(self, *found: Tried) -> bool:
         """Whether what takes as long as trying these did would end before trying must."""
-        return time.monotonic() + sum(one.seconds for one in found) < self._until_s()
+        return time.monotonic() + sum(one.again_s for one in found) < self._until_s()
 
     def too_late(self, *found: Tried) -> bool:
         """Whether confirming these, if it takes as long as it mostly does, would end so late that it is not begun."""
@@ -240,7 +240,7 @@ class Search:
 
     def confirming_s(self, *found: Tried) -> float:
         """What it mostly takes. Those that compute the same have not met the check when they were tried."""
-        again_s = CONCLUDING * sum(one.seconds for one in found) + LOADS * self.afresh_s * len(found)
+        again_s = CONCLUDING * sum(one.again_s for one in found) + LOADS * self.afresh_s * len(found)
         return again_s + self.check_s * sum(one.candidate.lossless for one in found)
 
     # -- what is known ---------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class Search:
         candidate = found.candidate
         ready = worker.ready
         found.prepare_s, found.first_call_s, found.compile_s = ready.prepare_s, ready.first_call_s, ready.compile_s
-        found.done, found.compressed_bytes = tuple(ready.done), compressed_bytes(ready.notes)
+        found.done, found.compressed_bytes, found.for_all_s = tuple(ready.done), compressed_bytes(ready.notes), for_all_s(ready.notes)
         idle = next((proof.evidence for proof in ready.proofs if not proof.active), None)
         if idle is not None:
             found.fate, found.reason = "not_applied", idle
@@ -497,6 +497,11 @@ class Search:
 def compressed_bytes(notes: Mapping[str, str]) -> int | None:
     """What a technique says that the weights take compressed, where that is its purpose."""
     return int(notes[COMPRESSED_BYTES]) if COMPRESSED_BYTES in notes else None
+
+
+def for_all_s(notes: Mapping[str, str]) -> float:
+    """Seconds of a process's preparation that no later one needs again."""
+    return float(notes.get(FOR_ALL_S, 0.0))
 
 
 def _fail(found: Tried, error: WorkerFailed) -> None:

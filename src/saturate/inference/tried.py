@@ -37,6 +37,7 @@ class Tried:
     first_call_s: float | None = None
     compile_s: float | None = None
     seconds: float = 0.0
+    for_all_s: float = 0.0                  # of them, what was done for all: not of an earlier search, which has left nothing
     out_of_limits: bool = False             # its process was ended for the time or the memory that it took
     late: bool = False                      # its process, or one that served what it stored, was ended for the time that it took
     outside: bool = False                   # what ended it was no fault of its own: a full disk, a signal from elsewhere
@@ -44,6 +45,11 @@ class Tried:
     @property
     def working(self) -> bool:
         return self.fate in WORKING
+
+    @property
+    def again_s(self) -> float:
+        """That trying it would take once more."""
+        return self.seconds - self.for_all_s
 
     @property
     def unscored(self) -> bool:

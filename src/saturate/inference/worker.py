@@ -34,7 +34,7 @@ from saturate.inference.failures import first_words
 from saturate.inference.formats import OtherSizes
 from saturate.inference.source import NotMade, Source
 from saturate.inference.techniques import _wrap
-from saturate.inference.techniques._api import Context, Entry, NotApplied, OutOfTime, Proof
+from saturate.inference.techniques._api import FOR_ALL_S, Context, Entry, NotApplied, OutOfTime, Proof
 from saturate.measure import placement
 from saturate.records.inference import ModelFacts
 from saturate.techniques._trees import copied
@@ -179,12 +179,14 @@ class Server:
                 "notes": dict(self.context.notes) if self.context else {}}
 
     def _become_candidate(self, order: Order, source: Source, began: float) -> list[str]:
-        torch = self.torch
+        torch, observed_s = self.torch, 0.0
         facts = order.facts or source.facts(torch)
         on_cpu = source.device == "cpu"
         model = _evaluated(source.model(torch), source) if on_cpu or facts is None else None
         if facts is None:       # the export comes first: see `try_export`
+            starts = time.monotonic()
             able, problem = observing.try_export(torch, model, source.inputs(torch)[0], min(EXPORT_S, order.limit_s / 2))
+            observed_s = time.monotonic() - starts
         self._take_device(source, order.memory_bytes)
         if not on_cpu:
             model = _evaluated(source.model(torch, in_place=True), source)
@@ -192,19 +194,22 @@ class Server:
         others = source.others(torch, self.device)
         data = bool(order.techniques)       # the model itself looks at none: its memory is that of serving, as an artifact's is
         if facts is None:
+            starts = time.monotonic()
             facts = observing.observe(
                 torch, model, self.inputs, self.device, others=others, kind=source.kind, exportable=able, export_problem=problem,
                 threads=source.threads, calibration_samples=source.calibration_samples,
                 training_mode=source.training, trainable=source.trainable, student=source.student,
                 generates=source.generates)
             source.keep_facts(torch, facts)
+            observed_s += time.monotonic() - starts
         self.facts = facts
         self.context = Context(
             torch=torch, model=model, device=self.device, inputs=[_wrap.own(self.facts, batch) for batch in self.inputs],
             calibration=source.calibration(torch) if data else [], others=others if data else [],
             facts=facts, folder=Path(order.folder), threads=order.threads,
             train=source.train(torch) if data and source.trainable else None, keep=order.keep,
-            deadline_s=began + _TRAINING_SHARE * order.limit_s, exports=source.exports)
+            deadline_s=began + _TRAINING_SHARE * order.limit_s, exports=source.exports,
+            notes={FOR_ALL_S: str(observed_s)} if observed_s else {})
         self._source = source
         session.remember(self.context, source.switches)
         done = [self._apply(*technique) for technique in order.techniques]

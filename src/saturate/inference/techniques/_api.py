@@ -45,6 +45,9 @@ LOSSLESS = ("exact", "reordering")
 #: The key of `Context.notes` under which a technique that is for size says what the weights take compressed, in bytes.
 COMPRESSED_BYTES = "compressed_bytes"
 
+#: ... and the one that says how many seconds of preparing went into what later processes of the search find: an export, facts about the model.
+FOR_ALL_S = "for_all_s"
+
 # Resources with a meaning that several techniques share. A Touch without order claims one alone.
 # "number-format" (of weights and products), "runtime" (who executes), "module-classes" (runtimes that trace or export a
 # module need plain torch layers; quantizers that replace layers by tensor subclasses claim it too), "network" (which
@@ -145,6 +148,6 @@ class InferenceTechnique(Protocol):
 
 
 __all__ = [
-    "COMPRESSED_BYTES", "HEADINGS", "LOSSLESS", "STAGES", "Context", "Eligible", "Entry", "Ineligible", "InferenceTechnique", "NotApplied",
+    "COMPRESSED_BYTES", "FOR_ALL_S", "HEADINGS", "LOSSLESS", "STAGES", "Context", "Eligible", "Entry", "Ineligible", "InferenceTechnique", "NotApplied",
     "OutOfTime", "Proof", "Technique", "Touch", "Train", "bound_of", "no_program", "variants_of",
 ]

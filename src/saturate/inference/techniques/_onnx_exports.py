@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from saturate.inference import structure
-from saturate.inference.techniques._api import Context, NotApplied
+from saturate.inference.techniques._api import FOR_ALL_S, Context, NotApplied
 
 #: The file with the graph; where its weights lie beside it, that is `model.onnx.data`.
 NAME = "model.onnx"
@@ -51,7 +52,9 @@ def once(context: Context, make: Callable[[Path], Exported]) -> Exported:
     if not context.exports.is_dir():
         mine = context.folder / "export"
         mine.mkdir()
+        began = time.monotonic()
         _describe(mine, make)
+        context.notes[FOR_ALL_S] = str(time.monotonic() - began)
         try:
             mine.rename(context.exports)        # whole, or not at all
         except OSError:
