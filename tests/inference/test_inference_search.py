@@ -593,6 +593,29 @@ def test_what_does_not_fit_into_the_time_that_is_left_waits() -> None:
     assert world.started[0] == "other" and "run" in world.started, "it is tried when nothing else is left"
 
 
+def test_what_does_not_fit_is_not_begun_at_the_very_end_where_something_is_found() -> None:
+    """It gets half a minute to prepare whatever is left: of a search of two minutes, confirming began that much later."""
+    def searched(left_s: float, *modules: Any) -> list[str]:
+        world = World({"run": 0.5, "other": 0.2})
+        walk(world, *modules, seconds=left_s)
+        return world.started
+
+    quick, long = technique("run", bound=9.0), technique("other", bound=9.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "seconds", lambda candidate, tried: 4000.0 if candidate.ids == ["other"] else 0.01)
+        assert searched(20.0, quick, long) == ["run"]
+        assert searched(60.0, quick, long) == ["run", "other"], "there is time to prepare it, should it be quicker than expected"
+        assert searched(20.0, long) == ["other"], "else nothing would be tried"
+
+
+def test_what_an_earlier_search_knows_fits_into_any_time(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk(World({"run": 0.5, "other": 0.2}), RUN, OTHER, journal=Journal(tmp_path, "k"))
+    monkeypatch.setattr(order, "seconds", lambda candidate, tried: 4000.0)
+    world = World({"run": 0.5, "other": 0.2})
+    search = walk(world, RUN, OTHER, journal=Journal(tmp_path, "k"), seconds=20.0)
+    assert not world.started and fates(search)["run"] == "dominated" and search.best().candidate.ids == ["other"]      # type: ignore[union-attr]
+
+
 def test_what_takes_the_model_as_a_whole_is_not_repaired() -> None:
     """It would be the same program again, under the name of layers that it did not leave alone."""
     whole = technique("int8", "runtime", "precision", (Touch("runtime"), Touch("number-format")))

@@ -28,16 +28,15 @@ from saturate.inference.jury import Jury
 from saturate.inference.process import Worker
 from saturate.inference.repair import inner
 from saturate.inference.scores import Scores
+from saturate.inference.search import LEAST_PREPARE_S
 from saturate.inference.source import Source
 from saturate.inference.tried import Tried
 from saturate.records.inference import ModelFacts
 
-#: A candidate may take so long to prepare, as a share of the time that is left; compilers hang. At least so many seconds, which suffice on a
-#: quiet machine...
+#: A candidate may take so long to prepare, as a share of the time that is left, and `search.LEAST_PREPARE_S` at least; compilers hang...
 PREPARE_SHARE = 0.3
-_LEAST_PREPARE_S = 30.0
 
-#: ... and on one that is slow or busy so many times as long as a process of the model itself took at most, which imports torch (the first
+#: ... and on a machine that is slow or busy so many times as long as a process of the model itself took at most, which imports torch (the first
 #: exports the model, too): that shows how slow it is. But no more than half of the time that is left: a compiler that hangs must not take
 #: the time that confirming what was found needs.
 OF_BASELINE = 6.0
@@ -146,7 +145,7 @@ class Lab:
     def _prepare_s(self) -> float:
         """What preparing a candidate may take. Only the least that all have leads beyond the end of the time."""
         left_s = self._left_s()
-        return max(_LEAST_PREPARE_S, PREPARE_SHARE * left_s, min(_MOST_SHARE * left_s, OF_BASELINE * self._prepared_s))
+        return max(LEAST_PREPARE_S, PREPARE_SHARE * left_s, min(_MOST_SHARE * left_s, OF_BASELINE * self._prepared_s))
 
     def _left_s(self) -> float:
         return max(0.0, self.deadline_s - time.monotonic())
@@ -180,7 +179,7 @@ class Lab:
         until_s = time.monotonic() + limit_s
         try:
             folder = self._stored(worker, found, limit_s)
-            return _serving_bytes(self._worker(folder, most_s=max(_LEAST_PREPARE_S, until_s - time.monotonic())))
+            return _serving_bytes(self._worker(folder, most_s=max(LEAST_PREPARE_S, until_s - time.monotonic())))
         except (NotStored, WorkerFailed):
             return None
         finally:
@@ -361,7 +360,7 @@ class Lab:
         if self._ranking is None:
             worker = self.baseline()
             try:
-                names = inner([name for name, _ in worker.sensitivity(min(RANKING_S, max(_LEAST_PREPARE_S, self._left_s())))])
+                names = inner([name for name, _ in worker.sensitivity(min(RANKING_S, max(LEAST_PREPARE_S, self._left_s())))])
                 placed = [name for name in worker.ask(f"{__name__}:module_names") if name in set(names)]
                 self._ranking = names, (placed[0], placed[-1]) if placed else ()
             finally:

@@ -47,6 +47,9 @@ NEEDS_LESS = 1.05
 #: So much of the time may go into more calls of the model, where the first ones are too few to tell whether it keeps the limits.
 TELLING = 0.05
 
+#: A candidate may take so long to prepare, whatever time is left: it suffices on a quiet machine.
+LEAST_PREPARE_S = 30.0
+
 #: Storing, loading, scoring and racing a candidate takes about this many times as long as its trial did.
 CONCLUDING = 1.2
 
@@ -169,7 +172,9 @@ class Search:
         while self.time_left():
             waiting = [candidate for candidate in dict.fromkeys(supply()) if candidate not in self.tried and self._judged_in_time(candidate)]
             left_s = self._until_s() - time.monotonic()
-            waiting = [one for one in waiting if order.seconds(one, self.tried) <= left_s] or waiting
+            fitting = [one for one in waiting if self._known(one) or order.seconds(one, self.tried) <= left_s]
+            # What is expected to take longer may be quicker. But it gets some time whatever is left, which confirming the best would lack.
+            waiting = fitting or (waiting if left_s >= LEAST_PREPARE_S or self.best() is None else [])
             candidate = max(waiting, key=self._rate, default=None)
             broken = max(self.broken, key=self._repair_rate, default=None)
             if broken is not None and (candidate is None or self._repair_rate(broken) > self._rate(candidate)):
