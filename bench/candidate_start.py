@@ -140,7 +140,7 @@ def pair(source: Source, folder: Path, order: Sequence[ForkServer | None], facts
 
 def export(source: Source, folder: Path, forks: ForkServer, facts: Any) -> tuple[float, float]:
     """Seconds until a candidate of ONNX Runtime has answered: one that exports the model, and the next."""
-    source.without_exports()
+    source.without_shared()
     runtime = Candidate.of([Part(onnx_runtime, onnx_runtime.Options())])
     took = []
     for _ in range(2):

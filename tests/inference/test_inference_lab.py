@@ -498,7 +498,7 @@ def test_of_a_lossless_winner_is_said_what_the_check_said(monkeypatch: pytest.Mo
 
 
 def test_artifacts_of_those_that_lost_go_and_what_others_stored_stays(tmp_path):
-    lab = Lab(types.SimpleNamespace(without_exports=lambda: None), tmp_path, 1, time.monotonic() + 10)         # type: ignore[arg-type]
+    lab = Lab(types.SimpleNamespace(without_shared=lambda: None), tmp_path, 1, time.monotonic() + 10)         # type: ignore[arg-type]
     for name in ("earlier", "1", "2"):
         (tmp_path / name).mkdir()
     lab.made += [tmp_path / "1", tmp_path / "2", tmp_path / "never made"]
@@ -511,7 +511,7 @@ def test_artifacts_of_those_that_lost_go_and_what_others_stored_stays(tmp_path):
 @pytest.mark.parametrize("stored", [True, False])
 def test_of_an_interrupted_search_no_artifact_stays_but_the_one_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool) -> None:
     """Each holds a copy of the model."""
-    lab = Lab(types.SimpleNamespace(without_exports=lambda: None), tmp_path, 1, time.monotonic() + 10)         # type: ignore[arg-type]
+    lab = Lab(types.SimpleNamespace(without_shared=lambda: None), tmp_path, 1, time.monotonic() + 10)         # type: ignore[arg-type]
     for name in ("earlier", "1", "2"):
         (tmp_path / name).mkdir()
     lab.made += [tmp_path / "1", tmp_path / "2"]

@@ -26,7 +26,7 @@ from process_kit import Answer, Doubles, Force, OnlyIn, Pair, Structured  # noqa
 from waiting import until  # noqa: E402
 
 from saturate.errors import EnvironmentProblem  # noqa: E402
-from saturate.inference import compiling, forkserver, process, search  # noqa: E402
+from saturate.inference import compiling, forkserver, launching, process, search  # noqa: E402
 from saturate.inference.candidates import Candidate, Part  # noqa: E402
 from saturate.inference.failures import WorkerFailed  # noqa: E402
 from saturate.inference.forkserver import ForkServer  # noqa: E402
@@ -567,7 +567,7 @@ def test_temporary_files_of_a_candidate_go_with_it(source: Source, name: str) ->
         folder.mkdir()
         with Worker(source, Candidate(), folder=folder, threads=1, prepare_s=120.0, facts=ModelFacts()) as worker:
             path = Path(worker.ask("process_kit:temporary_file"))
-            assert path.exists() and path.parent == process.layers.scratch_folder(worker.folder), path
+            assert path.exists() and path.parent == launching.layers.scratch_folder(worker.folder), path
             assert path.is_relative_to(folder) is (name == "short") and len(str(path.parent)) <= 71, "sockets have room there"
         assert not path.parent.exists() and worker.log.exists()
 
@@ -579,7 +579,7 @@ def test_what_a_killed_search_has_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / name / "supervise.json").write_text("{}")
         (tmp_path / name / "output.log").touch()
     (tmp_path / "process-76543210").symlink_to(tmp_path / "process-of-mine")
-    elsewhere = process.layers.make_scratch(tmp_path / "process-0123abcd")
+    elsewhere = launching.layers.make_scratch(tmp_path / "process-0123abcd")
     process.clear_away(tmp_path)
     assert not elsewhere.exists()
     assert [path.name for path in (tmp_path / "process-0123abcd").iterdir()] == ["output.log"]

@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 from saturate.errors import EnvironmentProblem
 from saturate.inference import launching
 from saturate.inference.source import Source
-from saturate.trial import layers, supervise, supervised, tree
+from saturate.trial import supervise, supervised, tree
 
 #: What `torch.export` imports, mostly when it is used first.
 _MODULES = ("torch", "torch._dynamo", "torch.export", "torch.export._trace")
@@ -101,7 +101,7 @@ class ForkServer:
         self._imported = False
         self._token = secrets.token_hex(12)
         self.folder = launching.private(Path(folder).absolute())
-        layers.make_scratch(self.folder)
+        launching.make_temporary(source, self.folder)
         self._channel, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = launching.python(f"from saturate.inference.forkserver import main; "
                                  f"main({there.fileno()}, {str(source.folder.absolute())!r}, {self._token!r})")

@@ -208,8 +208,8 @@ class Lab:
             shutil.rmtree(program, ignore_errors=True)
 
     def discard(self, kept: Path | None) -> None:
-        """Remove the artifacts of those that lost, and exports: a copy of the model each, and `Result.pick` makes what it needs again."""
-        self.source.without_exports()
+        """Remove the artifacts of those that lost, a copy of the model each, and what candidates shared: `Result.pick` makes what it needs again."""
+        self.source.without_shared()
         for path in self.made:
             if path != kept:
                 shutil.rmtree(path, ignore_errors=True)

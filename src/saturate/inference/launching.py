@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -15,6 +17,9 @@ from saturate.trial import layers
 
 #: Every process of a candidate has this variable, with a value of its own.
 MARK = "SATURATE_WORKER"
+
+#: What the name of a folder ends with in which Inductor's compiler is at work.
+_BUILDING = "_CxxBuild"
 
 #: Variables of the user's process that a candidate's process does not get: one would keep torch from reading what
 #: that process wrote, the other asks for the agent of `saturate run`.
@@ -38,6 +43,39 @@ def environment(source: Source, folder: Path, threads: int, token: str) -> dict[
         "TORCHINDUCTOR_CACHE_DIR": str(source.folder.absolute() / "inductor"), SCRATCH: str(folder / "scratch"), MARK: token,
         # A compiler that is killed removes none of its temporary files.
         "TMPDIR": str(layers.scratch_folder(folder))}
+
+
+def make_temporary(source: Source, own: Path) -> None:
+    """The TMPDIR of a process with the private folder `own`. In it Inductor looks, whatever TORCHINDUCTOR_CACHE_DIR says, for headers of C++
+    that it has precompiled, and makes them anew where there are none: a quarter of a minute of each process that compiles, or loads what was
+    compiled. So all of a search have one folder for them. Raises OSError.
+    """
+    temporary = layers.make_scratch(own)
+    if not sys.platform.startswith("linux") or "clang" in os.environ.get("CXX", ""):
+        return          # clang takes a header only where it was compiled
+    _remove_unfinished(source.headers)
+    source.headers.mkdir(parents=True, exist_ok=True)
+    there = temporary / f"torchinductor_{_user()}" / source.headers.name
+    there.parent.mkdir(exist_ok=True)
+    if not there.is_symlink():
+        there.symlink_to(source.headers.absolute())
+
+
+def _remove_unfinished(headers: Path) -> None:
+    """Headers whose compiler was killed, which would be taken for whole. Inductor has a folder beside each until it is done; no process of a search
+    compiles while another one starts."""
+    for building in headers.glob(f"*{_BUILDING}"):
+        (headers / f"{building.name.removesuffix(_BUILDING)}.gch").unlink(missing_ok=True)
+        shutil.rmtree(building)
+
+
+def _user() -> str:
+    """As torch has it in the name of a folder."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, ImportError, OSError):        # an id without a name, usual in containers
+        name = f"uid_{os.getuid()}"
+    return re.sub(r'[\\/:*?"<>|]', "_", name)
 
 
 def private(folder: Path) -> Path:

@@ -32,7 +32,7 @@ from saturate.inference.techniques._api import Entry, Proof
 from saturate.inference.worker import Order
 from saturate.records import sizes
 from saturate.records.inference import ModelFacts
-from saturate.trial import layers, meter, supervised, tree
+from saturate.trial import meter, supervised, tree
 from saturate.trial.outcome import FAULTS, NO_ROOM, OUT_OF_MEMORY, classify
 
 #: A call, a block of calls or all outputs: longer is a hang.
@@ -115,7 +115,7 @@ class Worker:
         began = time.monotonic()
         try:
             scratch.mkdir()
-            layers.make_scratch(self.folder)
+            launching.make_temporary(source, self.folder)
             self._stream, there = socket.socketpair()
             with there:
                 self._supervisor = self._start(there, threads)

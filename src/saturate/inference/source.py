@@ -207,10 +207,17 @@ class Source:
         """A folder that the first candidate who exports the model makes for all (see `techniques._onnx_exports`)."""
         return self.folder / _EXPORTS
 
-    def without_exports(self) -> None:
-        """Remove them: a copy of the model's weights each. Who needs one makes it again."""
+    @property
+    def headers(self) -> Path:
+        """A folder for what compilers make of headers of C++ (see `launching.make_temporary`)."""
+        return self.folder / "inductor" / "precompiled_headers"
+
+    def without_shared(self) -> None:
+        """Remove what candidates have left for each other and is large: exports (a copy of the model's weights each), compiled headers (150 MB
+        each). Who needs one makes it again."""
         with suppress(OSError):
             _remove_exports(self.folder)
+        shutil.rmtree(self.headers, ignore_errors=True)
 
     def keep_facts(self, torch: Any, facts: ModelFacts) -> None:
         pickles.save(torch, facts, self.folder / _FACTS, "facts")
