@@ -3,8 +3,9 @@
 A fresh interpreter imports torch, its exporter and the model's libraries; a fork has them (`inference.forkserver`). Both start the model
 itself, one after the other (who is first takes turns), from the call until it has answered: a perceptron, of torch alone, and a small BERT of
 the transformers library, where that is installed. Then the two live side by side and are timed in turns: forked ones must be neither
-faster nor slower. Each pair of processes counts once, for two of one kind differ, too. Then candidates of ONNX Runtime start, in turns one that exports the model and one
-that finds that export (`inference.techniques._onnx_exports`), both forked. Last, the same search once with forks and once without (`--search SECONDS`): how many candidates
+faster nor slower. Each pair of processes counts once, for two of one kind differ, too. Then candidates start in turns that make what others
+find, and that find it, both forked: for ONNX Runtime the export of the model (`inference.techniques._onnx_exports`), for Inductor's kernels, which are compiled
+already, precompiled headers (`inference.launching`). Last, the same search once with forks and once without (`--search SECONDS`): how many candidates
 it measured in the same time.
 
     python bench/candidate_start.py [--smoke] [--json FILE] [--pairs 10] [--search 150]
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import exp, log
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -35,12 +37,12 @@ from saturate.inference.candidates import Candidate, Part
 from saturate.inference.forkserver import ForkServer
 from saturate.inference.process import Worker
 from saturate.inference.source import Source
-from saturate.inference.techniques import onnx_runtime
+from saturate.inference.techniques import compile_inference, onnx_runtime
 from saturate.measure.stats import median_se, t_quantile
 
 #: A fork starts at least so many times as fast; how far its speed may be from a fresh one's, with all of its interval; and so many times as
-#: fast starts who finds an export.
-LEAST, MOST_APART, LEAST_EXPORT = 2.0, 0.03, 2.0
+#: fast starts who finds what another one has made.
+LEAST, MOST_APART, LEAST_SHARED = 2.0, 0.03, 2.0
 
 #: Rounds of a pair that lives side by side, and calls in each.
 ROUNDS, CALLS = 12, 16
@@ -79,10 +81,10 @@ def main() -> int:
             rows.append(compared(name, model, inputs, Path(folder), 2 if arguments.smoke else arguments.pairs,
                             0.0 if arguments.smoke else arguments.search))
     met = None if arguments.smoke else all(one["start"][1] > LEAST and one["speed"][1] > 1 - MOST_APART and one["speed"][2] < 1 + MOST_APART
-                                           and one["export"][1] > LEAST_EXPORT for one in rows)
+                                           and min(one["export"][1], one["headers"][1]) > LEAST_SHARED for one in rows)
     write_json(arguments.json, "candidate_start", rows, met)
-    return close(met, arguments.smoke, f"forks start {LEAST:g} times as fast, and run within {100 * MOST_APART:g} % of a fresh process; with an "
-                                       f"export that is there, candidates start {LEAST_EXPORT:g} times as fast")
+    return close(met, arguments.smoke, f"forks start {LEAST:g} times as fast, and run within {100 * MOST_APART:g} % of a fresh process; who finds an "
+                                       f"export or headers starts {LEAST_SHARED:g} times as fast")
 
 
 def compared(name: str, model: Any, inputs: list[tuple[Any, ...]], folder: Path, pairs: int, search_s: float) -> dict[str, Any]:
@@ -95,18 +97,16 @@ def compared(name: str, model: Any, inputs: list[tuple[Any, ...]], folder: Path,
         first.close()
         forks.wait()
         found = [pair(source, folder, (None, forks) if number % 2 else (forks, None), facts) for number in range(pairs)]
-        start, speed = (ratio([one[what][0] / one[what][1] for one in found]) for what in ("start_s", "call_ns"))
+        row: dict[str, Any] = {"model": name, "pairs": found}
+        start, speed = row["start"], row["speed"] = [ratio([one[what][0] / one[what][1] for one in found]) for what in ("start_s", "call_ns")]
         typical = {what: [median(one[what][place] for one in found) for place in (0, 1)] for what in ("start_s", "memory_bytes")}
         print(f"{name:10}  fresh / forked start {as_text(start)}  ({typical['start_s'][0]:.2f} s, {typical['start_s'][1]:.2f} s)")
         print(f"{'':10}  fresh / forked call  {as_text(speed)}  ({typical['memory_bytes'][0] / 1e6:.0f} MB, {typical['memory_bytes'][1] / 1e6:.0f} MB resident)",
               flush=True)
-        exports = [export(source, folder, forks, facts) for _ in range(pairs)]
-        shared = ratio([one / other for one, other in exports])
-        print(f"{'':10}  own / shared export   {as_text(shared)}  ({median(one for one, _ in exports):.2f} s, {median(other for _, other in exports):.2f} s)",
-              flush=True)
+        for what, technique in (("export", onnx_runtime), ("headers", compile_inference)):
+            row[what], row[f"{what}_s"] = shared(what, source, folder, forks, facts, technique, pairs)
         if forks.closed:
             sys.exit(f"it did not fork: {(forks.folder / 'output.log').read_text()}")
-    row: dict[str, Any] = {"model": name, "start": start, "speed": speed, "pairs": found, "export": shared, "exports": exports}
     if search_s:
         row["measured"] = [searched(model, inputs, folder / how, search_s, how == "forked") for how in ("fresh", "forked")]
         print(f"{'':10}  candidates measured in {search_s:.0f} s: {row['measured'][0]} fresh, {row['measured'][1]} forked", flush=True)
@@ -138,16 +138,24 @@ def pair(source: Source, folder: Path, order: Sequence[ForkServer | None], facts
                 "memory_bytes": [worker.memory_bytes() for worker in workers]}
 
 
-def export(source: Source, folder: Path, forks: ForkServer, facts: Any) -> tuple[float, float]:
-    """Seconds until a candidate of ONNX Runtime has answered: one that exports the model, and the next."""
-    source.without_shared()
-    runtime = Candidate.of([Part(onnx_runtime, onnx_runtime.Options())])
-    took = []
-    for _ in range(2):
-        worker, seconds = began(source, folder, forks, facts, runtime)
+def shared(what: str, source: Source, folder: Path, forks: ForkServer, facts: Any, technique: ModuleType, pairs: int) -> tuple[Ratio, list[tuple[float, float]]]:
+    """How many times as long a candidate takes that makes what the next one finds, until both have answered, and the seconds of all pairs. What
+    others keep is there: kernels that Inductor has compiled."""
+    candidate = Candidate.of([Part(technique, technique.Options())])
+
+    def start() -> float:
+        worker, seconds = began(source, folder, forks, facts, candidate)
         worker.close()
-        took.append(seconds)
-    return took[0], took[1]
+        return seconds
+
+    start()
+    took = []
+    for _ in range(pairs):
+        source.without_shared()
+        took.append((start(), start()))
+    found = ratio([own / other for own, other in took])
+    print(f"{'':10}  own / shared {what:8} {as_text(found)}  ({median(own for own, _ in took):.2f} s, {median(other for _, other in took):.2f} s)", flush=True)
+    return found, took
 
 
 def ratio(values: Sequence[float]) -> Ratio:

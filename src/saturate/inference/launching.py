@@ -54,7 +54,8 @@ def make_temporary(source: Source, own: Path) -> None:
     if not sys.platform.startswith("linux") or "clang" in os.environ.get("CXX", ""):
         return          # clang takes a header only where it was compiled
     _remove_unfinished(source.headers)
-    source.headers.mkdir(parents=True, exist_ok=True)
+    for folder in (source.headers.parent, source.headers):      # not the source's own, which is private
+        folder.mkdir(exist_ok=True)
     there = temporary / f"torchinductor_{_user()}" / source.headers.name
     there.parent.mkdir(exist_ok=True)
     if not there.is_symlink():
