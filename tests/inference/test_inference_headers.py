@@ -33,7 +33,7 @@ def begin(source: Source, folder: Path) -> Path:
     """Where torch looks in the TMPDIR of a new process."""
     own = launching.private(folder)
     launching.make_temporary(source, own)
-    return layers.scratch_folder(own) / f"torchinductor_{launching._user()}" / "precompiled_headers"
+    return layers.scratch_folder(own) / layers.inductor_folder() / "precompiled_headers"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
 import os
-import re
 import secrets
 import shutil
 import sys
@@ -47,7 +45,7 @@ def environment(source: Source, folder: Path, threads: int, token: str) -> dict[
 
 def make_temporary(source: Source, own: Path) -> None:
     """The TMPDIR of a process with the private folder `own`. In it Inductor looks, whatever TORCHINDUCTOR_CACHE_DIR says, for headers of C++
-    that it has precompiled, and makes them anew where there are none: a quarter of a minute of each process that compiles, or loads what was
+    that it has precompiled, and makes them anew where there are none: ten seconds and more of each process that compiles, or loads what was
     compiled. So all of a search have one folder for them. Raises OSError.
     """
     temporary = layers.make_scratch(own)
@@ -56,10 +54,9 @@ def make_temporary(source: Source, own: Path) -> None:
     _remove_unfinished(source.headers)
     for folder in (source.headers.parent, source.headers):      # not the source's own, which is private
         folder.mkdir(exist_ok=True)
-    there = temporary / f"torchinductor_{_user()}" / source.headers.name
+    there = temporary / layers.inductor_folder() / source.headers.name
     there.parent.mkdir(exist_ok=True)
-    if not there.is_symlink():
-        there.symlink_to(source.headers.absolute())
+    there.symlink_to(source.headers.absolute())
 
 
 def _remove_unfinished(headers: Path) -> None:
@@ -68,15 +65,6 @@ def _remove_unfinished(headers: Path) -> None:
     for building in headers.glob(f"*{_BUILDING}"):
         (headers / f"{building.name.removesuffix(_BUILDING)}.gch").unlink(missing_ok=True)
         shutil.rmtree(building)
-
-
-def _user() -> str:
-    """As torch has it in the name of a folder."""
-    try:
-        name = getpass.getuser()
-    except (KeyError, ImportError, OSError):        # an id without a name, usual in containers
-        name = f"uid_{os.getuid()}"
-    return re.sub(r'[\\/:*?"<>|]', "_", name)
 
 
 def private(folder: Path) -> Path:

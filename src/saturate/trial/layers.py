@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -62,6 +64,15 @@ def _merge(source: Path, target: Path) -> None:
             if there.is_dir() and not there.is_symlink():
                 shutil.rmtree(there)
             os.replace(entry.path, there)
+
+
+def inductor_folder() -> str:
+    """The name of the folder that torch's Inductor has for a user, in /tmp or the TMPDIR."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, ImportError, OSError):        # an id without a name, usual in containers
+        name = f"uid_{os.getuid()}"
+    return "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", name)
 
 
 def scratch_folder(run_dir: Path) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import getpass
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ from pathlib import Path
 from saturate.errors import UsageError
 from saturate.trial import defeats, elsewhere, landlock
 from saturate.trial.cage import CagePlan
-from saturate.trial.layers import REHEARSAL, discard, make_scratch
+from saturate.trial.layers import REHEARSAL, discard, inductor_folder, make_scratch
 from saturate.trial.offline import environment_offline
 
 #: Environment variable that decides the mode: "overlay", "intercept" or empty.
@@ -269,7 +268,7 @@ def _caches(environ: Mapping[str, str], study_dir: Path, named: Iterable[Path] =
     the command names (`named`): what a trial writes there is its own, to be neither kept nor handed on."""
     home = Path(environ.get("HOME") or os.path.expanduser("~"))
     own = [home / name for name in _OF_HOME if str(home) != "~"]      # a user without one, as in containers
-    own.append(Path("/tmp") / f"torchinductor_{_user()}")
+    own.append(Path("/tmp") / inductor_folder())
     given = {_real(Path(environ[name], below)) for name in CACHE_VARIABLES if os.path.isabs(environ.get(name, ""))
              for below in (_OF_HUGGING_FACE if name == "HF_HOME" else ("",))}
     general = {_real(Path(text)) for text in ("/tmp", "/var/tmp", str(home), environ.get("TMPDIR") or tempfile.gettempdir())}
@@ -292,13 +291,6 @@ def _cache_in_study(environ: Mapping[str, str], shared: Path) -> dict[str, str]:
 
 def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))     # `resolve` raises for a loop of links, before Python 3.13
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.geteuid())    # an id without a name, usual in containers
 
 
 def _sockets(environ: Mapping[str, str]) -> tuple[str, ...]:

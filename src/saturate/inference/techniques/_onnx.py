@@ -86,6 +86,7 @@ def worth_int8(facts: ModelFacts, layers: str, narrowed: str = "weights") -> Eli
 
 def export(context: Context, model: Any = None) -> Exported:
     """context.model as an ONNX file, or `model`, with the same inputs and outputs. Do not write to it: other candidates may have it, too.
+    So a technique that has changed the model before gives what it has made of it as `model`.
 
     Raises NotApplied with the exporter's own reason.
     """

@@ -1,6 +1,6 @@
 """An ONNX file of the model, made once for all candidates that begin with one.
 
-Of what it takes to prepare a small model for a runtime, exporting it is most (9 s of 11 for two layers of LXMERT), and the runtimes, their
+Of what it takes to prepare a small model for a runtime, exporting it is most (`bench/candidate_start.py`), and the runtimes, their
 8-bit programs, each repair of those and what is stored in the end all begin with the same file. The first candidate leaves it in
 `Context.exports`, where nobody writes to it any more; the others read it there. A refusal is kept as well, for each would meet it again.
 """
