@@ -17,6 +17,7 @@ from quantize_kit import FACTS, VNNI, context, decibels, residual, tokens, trans
 from saturate.inference.facts import cpu_flags  # noqa: E402
 from saturate.inference.formats import _program  # noqa: E402
 from saturate.inference.techniques import (  # noqa: E402
+    _onnx,
     _pt2e,
     _qat,
     pt2e_dynamic_int8,
@@ -306,6 +307,32 @@ def test_the_proof_wants_integer_kernels(tmp_path: Path) -> None:
     assert not pt2e_static_int8.active(where, pt2e_static_int8.Options()).active
     where.notes |= {"pt2e-static-int8 products": "6", "pt2e-static-int8 lowered": "0"}
     assert not pt2e_static_int8.active(where, pt2e_static_int8.Options()).active
+
+
+# -- all else in bfloat16 -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [pt2e_static_int8, pt2e_dynamic_int8])
+def test_with_amx_all_else_is_tried_in_bfloat16_first(module: Any) -> None:
+    with_amx = dataclasses.replace(FACTS, cpu_flags=FACTS.cpu_flags | {"avx512_bf16", "amx_bf16"})
+    assert [options.bfloat16 for options in module.variants(with_amx)] == [True, False]
+    assert module.bound(with_amx) > module.bound(FACTS)
+    without = dataclasses.replace(FACTS, cpu_flags=FACTS.cpu_flags | {"avx512_bf16"})
+    assert [options.bfloat16 for options in module.variants(without)] == [False], "instructions alone are hardly faster than float32"
+
+
+@pytest.mark.parametrize("bfloat16", [True, False])
+def test_it_compiles_with_all_else_in_bfloat16(tmp_path: Path, bfloat16: bool) -> None:
+    """Integer kernels as without it, answers in float32; what lies between products is rounded, which its answers show."""
+    where = context(tmp_path, transformer(), tokens(), facts={"cpu_flags": cpu_flags()})
+    model, options = where.model, pt2e_static_int8.Options(reduce_range=not _onnx.vnni(where.facts), bfloat16=bfloat16)
+    assert ("bfloat16" in pt2e_static_int8.apply(where, options)) is bfloat16
+    assert pt2e_static_int8.active(where, options).active
+    assert where.notes["pt2e-static-int8 lowered"] == where.notes["pt2e-static-int8 products"]
+    got = where.call(*where.inputs[0])
+    assert got.dtype == torch.float32
+    assert decibels(model(*where.inputs[0]), got) > 15
+    assert bool((got.bfloat16().float() == got).all()) is bfloat16, "the last product's answers"
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from saturate.records.inference import CandidateRecord, ModelFacts
 TECHNIQUES = _registry.load()
 
 #: Facts that every technique makes variants for.
-FACTS = ModelFacts(linears=2, convolutions=2, attentions=1, cores=2, threads=2, installed={"onnxruntime": "1.30"}, cpu_flags=frozenset({"avx512_vnni"}))
+FACTS = ModelFacts(linears=2, convolutions=2, attentions=1, cores=2, threads=2, installed={"onnxruntime": "1.30"}, cpu_flags=frozenset({"avx512_vnni", "amx_bf16"}))
 
 #: Needs of those that are not torch alone.
 EXTRAS = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "openvino": ("onnx", "onnxruntime", "onnxscript", "openvino"), "pt2e": ("torchao",), "qat": ("torchao",), "torchao": ("torchao",)}

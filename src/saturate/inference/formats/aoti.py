@@ -21,7 +21,7 @@ from typing import Any
 
 from saturate.errors import ArtifactDamaged
 from saturate.inference import compiling, session, structure
-from saturate.inference.formats import _program, _vetting
+from saturate.inference.formats import _cache_lines, _program, _vetting
 from saturate.inference.techniques._api import Context, Entry, NotApplied
 
 FORMAT = "aoti"
@@ -37,13 +37,14 @@ def build(context: Context, program: _program.Program, path: Path, configuration
 
     Raises NotApplied with what the compiler said.
     """
-    options = {**(configuration or {}), **weights_in_allocator(context.device)}
-    with _program.kept_open(context.torch, program):
-        _compile(context.torch, program.exported, path, options)
-    fixed = _program.fixed(context.torch, program)
-    if fixed is not None:
-        _compile(context.torch, fixed, _beside(path), options)
-        program.signature["fixed"] = [list(tensor.shape) for tensor in program.example or ()]
+    with _cache_lines.weights(context.device, path.parent) as aligned:
+        options = {**(configuration or {}), **weights_in_allocator(context.device), **aligned}
+        with _program.kept_open(context.torch, program):
+            _compile(context.torch, program.exported, path, options)
+        fixed = _program.fixed(context.torch, program)
+        if fixed is not None:
+            _compile(context.torch, fixed, _beside(path), options)
+            program.signature["fixed"] = [list(tensor.shape) for tensor in program.example or ()]
     return path
 
 

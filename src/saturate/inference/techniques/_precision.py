@@ -23,7 +23,7 @@ def apply(context: Context, dtype: Any, autocast: bool, id: str) -> str:
     """Cast the module, or run it under autocast; notes under `id` what the layers then computed in. One sentence."""
     _check_kept(context)
     if autocast:
-        _under_autocast(context, dtype)
+        under_autocast(context, dtype)
     else:
         _cast(context, dtype)
     seen, among = _census.count(context, _census.PRODUCTS, lambda tensor: tensor.dtype is dtype)
@@ -85,7 +85,8 @@ def _borders(torch: Any, sources: set[Any], inside: Any, outside: Any) -> _wrap.
     return wrapper
 
 
-def _under_autocast(context: Context, dtype: Any) -> None:
+def under_autocast(context: Context, dtype: Any) -> None:
+    """The model's forward, but for modules that are to stay as they are, computes in `dtype` what autocast lets; its answers are float32."""
     torch, device = context.torch, context.device
 
     def within(inner: Any, args: Any, kwargs: Any) -> Any:
@@ -123,7 +124,7 @@ class Autocast(torch.nn.Module):      # products in {0}, answers as before
     def __init__(self, model):
         super().__init__()
         self.model, self.training = model, False
-        self.device = next(model.parameters()).device.type
+        self.device = (*model.parameters(), *model.buffers())[0].device.type
     def forward(self, *inputs):
         with torch.autocast(self.device, dtype=torch.{0}):
             output = self.model(*inputs)

@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os import environ
 
-from saturate.inference.formats import _program, aoti
+from saturate.inference.formats import _cache_lines, _program, aoti
 from saturate.inference.techniques import _onnx
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch, no_program
 from saturate.machine import facts as machine
@@ -109,9 +109,9 @@ def active(context: Context, options: Options) -> Proof:
 
 
 def as_code(options: Options) -> str:
-    changed = {name: True for name in ("freezing", "max_autotune") if getattr(options, name)}
+    changed = {**{name: True for name in ("freezing", "max_autotune") if getattr(options, name)}, _cache_lines.OPTION: _cache_lines.VALUE}
     return (
-        f"{_onnx.MODULE_CODE}"
+        f"{_onnx.MODULE_CODE}{_cache_lines.CODE}"
         "with torch.no_grad():\n"
         "    program = torch.export.export(Tensors(model), inputs)      # dynamic_shapes= for sizes that vary\n"
         f'    torch._inductor.aoti_compile_and_package(program, package_path="model.pt2", inductor_configs={changed})\n'

@@ -76,7 +76,7 @@ def variants(facts: ModelFacts) -> Sequence[Options]:
 
 
 def bound(facts: ModelFacts) -> float | None:
-    return 4.0      # a prior for the order of trials, not a claim
+    return 7.0 if "amx_bf16" in facts.cpu_flags else 4.0      # a prior for the order of trials, not a claim
 
 
 def apply(context: Context, options: Options) -> str:

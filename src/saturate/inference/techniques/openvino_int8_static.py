@@ -87,7 +87,9 @@ def bound(facts: ModelFacts) -> float | None:
     convolutional = facts.convolutions > facts.linears
     if not _onnx.vnni(facts):
         return 4.0 if convolutional else 3.0
-    return 8.5 if convolutional else 7.5
+    if convolutional:
+        return 13.7 if "amx_int8" in facts.cpu_flags else 8.5
+    return 7.5
 
 
 def apply(context: Context, options: Options) -> str:

@@ -53,9 +53,10 @@ RECIPE = _pt2e.Recipe(dynamic=True)
 
 @dataclass(frozen=True)
 class Options:
-    """`reduce_range`: inputs of 7 bits, for CPUs without VNNI."""
+    """`reduce_range`: inputs of 7 bits, for CPUs without VNNI. `bfloat16`: what is not in integers is computed under autocast."""
 
     reduce_range: bool = False
+    bfloat16: bool = False
 
 
 def eligible(facts: ModelFacts) -> Eligible | Ineligible:
@@ -68,18 +69,20 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
 
 
 def variants(facts: ModelFacts) -> list[Options]:
-    return [Options(reduce_range=not _onnx.vnni(facts))]
+    return [Options(reduce_range=not _onnx.vnni(facts), bfloat16=bfloat16) for bfloat16 in _pt2e.rest_in_bfloat16(facts)]
 
 
 def bound(facts: ModelFacts) -> float | None:
-    return 6.3 if _onnx.vnni(facts) else 1.5       # BERT-base on one core with VNNI
+    if not _onnx.vnni(facts):
+        return 1.5
+    return 7.3 if _pt2e.AMX in facts.cpu_flags else 6.3       # BERT-base on one core
 
 
 def apply(context: Context, options: Options) -> str:
     program = _pt2e.captured(context)
     graph = _pt2e.prepared(context, program, _recipe(options))
     _pt2e.calibrate(context, graph, context.inputs[:1])      # the ranges of weights are read in a forward, too
-    return _pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(context.torch, graph), program)
+    return _pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(context.torch, graph), program, options.bfloat16)
 
 
 def _recipe(options: Options) -> _pt2e.Recipe:
@@ -94,4 +97,4 @@ def as_code(options: Options) -> str:
     return (
         f"{_pt2e.prepare_code(_recipe(options))}"
         "graph(*inputs)\n"
-        f"{_pt2e.serve_code(RECIPE)}")
+        f"{_pt2e.serve_code(RECIPE, options.bfloat16)}")

@@ -18,13 +18,16 @@ inputs. CPUs without VNNI: ranges are halved there so that sums do not saturate,
 
 Numerics
 --------
-`precision`: 8 bits for weights and for inputs of products; sums are 32 bits, everything between products is float32.
+`precision`: 8 bits for weights and for inputs of products; sums are 32 bits, everything between products is float32, or with
+`bfloat16` what autocast makes of it.
 The same program may give other results on a CPU without VNNI.
 
 How it is applied
 -----------------
-`torchao.quantization.pt2e` with `X86InductorQuantizer`, BatchNorm folded first; then AOTInductor with frozen weights. Layers
-that a repair keeps are not annotated. Elementwise products (gates) stay in float32. A converted graph that is not
+`torchao.quantization.pt2e` with `X86InductorQuantizer`, BatchNorm folded first; then AOTInductor with frozen weights. Where the CPU
+has AMX, which multiplies bfloat16 some eight times as fast as float32, also with the graph under autocast: of a transformer's time in
+8 bits, attention and what lies between layers are a large part there. Layers that a repair keeps are not annotated (with `bfloat16`
+they are computed in that). Elementwise products (gates) stay in float32. A converted graph that is not
 lowered is slower than float32, so lowered products are counted.
 
 References
@@ -58,10 +61,12 @@ RECIPE = _pt2e.Recipe()
 
 @dataclass(frozen=True)
 class Options:
-    """`batches`: at most so many calibration batches. `reduce_range`: inputs of 7 bits, for CPUs without VNNI."""
+    """`batches`: at most so many calibration batches. `reduce_range`: inputs of 7 bits, for CPUs without VNNI. `bfloat16`: what is
+    not in integers is computed under autocast."""
 
     batches: int = 32
     reduce_range: bool = False
+    bfloat16: bool = False
 
 
 def eligible(facts: ModelFacts) -> Eligible | Ineligible:
@@ -76,18 +81,20 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
 
 
 def variants(facts: ModelFacts) -> list[Options]:
-    return [Options(reduce_range=not _onnx.vnni(facts))]
+    return [Options(reduce_range=not _onnx.vnni(facts), bfloat16=bfloat16) for bfloat16 in _pt2e.rest_in_bfloat16(facts)]
 
 
 def bound(facts: ModelFacts) -> float | None:
-    return 6.8 if _onnx.vnni(facts) else 1.5       # BERT-base on one core with VNNI
+    if not _onnx.vnni(facts):
+        return 1.5
+    return 8.0 if _pt2e.AMX in facts.cpu_flags else 6.8       # BERT-base on one core
 
 
 def apply(context: Context, options: Options) -> str:
     program = _pt2e.captured(context)
     graph = _pt2e.prepared(context, program, _recipe(options))
     count = _pt2e.calibrate(context, graph, context.calibration[: options.batches])
-    return f"{_pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(context.torch, graph), program)}, ranges from {count} batches"
+    return f"{_pt2e.serve(context, TECHNIQUE.id, _pt2e.converted(context.torch, graph), program, options.bfloat16)}, ranges from {count} batches"
 
 
 def _recipe(options: Options) -> _pt2e.Recipe:
@@ -103,4 +110,4 @@ def as_code(options: Options) -> str:
         f"{_pt2e.prepare_code(_recipe(options))}"
         f"for batch in calibration[:{options.batches}]:\n"
         "    graph(*batch)\n"
-        f"{_pt2e.serve_code(RECIPE)}")
+        f"{_pt2e.serve_code(RECIPE, options.bfloat16)}")
