@@ -24,7 +24,7 @@ test-all: $(VENV)/.tested         ## the slow tests as well
 # In order; one that misses its targets does not keep the others from running.
 BENCHMARKS := overhead.py flops.py step_split.py diagnosis.py verify.py trace_readers.py "aa.py --simulated" "aa.py --real 40" \
 	turns.py expert.py regret.py activation_memory.py checkpoint.py incremental.py loader.py fit.py inference.py \
-	inference_search.py inference_trained.py candidate_start.py speculative.py
+	inference_search.py inference_trained.py candidate_start.py cache_lines.py speculative.py
 
 bench: $(VENV)/.tested            ## every benchmark in full: more than seven hours; read bench/README.md first
 	@missed=; for benchmark in $(BENCHMARKS); do \

@@ -26,7 +26,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")     # a benchmark reports to
 LOSSLESS = ("eager", "inductor", "onnx-runtime", "openvino")
 
 #: Which compute in bfloat16. Without instructions for it BERT-base had not answered some hundred inputs after ten minutes.
-BFLOAT16 = ("inductor-bf16", "openvino-bf16")
+BFLOAT16 = ("inductor-bf16", "openvino-bf16", "openvino-int8-bf16", "pt2e-int8-static-bf16")
 
 
 class Failed(Exception):
@@ -192,6 +192,10 @@ def openvino_int8_static(model: Any, inputs: list[tuple[Any, ...]], threads: int
     return _openvino(_int8(model, inputs), threads, "f32")
 
 
+def openvino_int8_bfloat16(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    return _openvino(_int8(model, inputs), threads, "bf16")
+
+
 def torchao_int8_dynamic(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
@@ -199,7 +203,7 @@ def torchao_int8_dynamic(model: Any, inputs: list[tuple[Any, ...]], threads: int
     return inductor(model, inputs, threads)
 
 
-def _pt2e(model: Any, inputs: list[tuple[Any, ...]], dynamic: bool) -> Callable[..., Any]:
+def _rounded(model: Any, inputs: list[tuple[Any, ...]], dynamic: bool) -> Any:
     import torch
     from torchao.quantization.pt2e import move_exported_model_to_eval
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
@@ -211,11 +215,27 @@ def _pt2e(model: Any, inputs: list[tuple[Any, ...]], dynamic: bool) -> Callable[
         prepared(*batch)
     converted = convert_pt2e(prepared)
     move_exported_model_to_eval(converted)
-    return inductor(converted, inputs, 1)
+    return converted
+
+
+def _pt2e(model: Any, inputs: list[tuple[Any, ...]], dynamic: bool) -> Callable[..., Any]:
+    return inductor(_rounded(model, inputs, dynamic), inputs, 1)
 
 
 def pt2e_int8_static(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
     return _pt2e(model, inputs, dynamic=False)
+
+
+def pt2e_int8_static_bfloat16(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+    import torch
+
+    run = pt2e_int8_static(model, inputs, threads)
+
+    def mixed(*args: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return run(*args).float()
+
+    return mixed
 
 
 def pt2e_int8_dynamic(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
@@ -226,7 +246,8 @@ PEERS: dict[str, Callable[..., Any]] = {
     "eager": eager, "inductor": inductor, "inductor-bf16": inductor_bfloat16, "onnx-runtime": onnx_runtime,
     "onnx-int8-dynamic": onnx_int8_dynamic, "onnx-int8-static": onnx_int8_static, "torchao-int8-dynamic": torchao_int8_dynamic,
     "openvino": openvino, "openvino-bf16": openvino_bfloat16, "openvino-int8-static": openvino_int8_static,
-    "pt2e-int8-static": pt2e_int8_static, "pt2e-int8-dynamic": pt2e_int8_dynamic,
+    "openvino-int8-bf16": openvino_int8_bfloat16, "pt2e-int8-static": pt2e_int8_static, "pt2e-int8-static-bf16": pt2e_int8_static_bfloat16,
+    "pt2e-int8-dynamic": pt2e_int8_dynamic,
 }
 
 
@@ -243,7 +264,28 @@ def int8_products(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Ca
     return lambda *args: torch._int_mm(a, b)
 
 
-SERVED = {**PEERS, "int8-products": int8_products}
+def _ahead_of_time(int8: bool, on_lines: bool) -> Callable[..., Callable[..., Any]]:
+    """No peers either, but the two sides of `cache_lines.py`: AOTInductor's library as torch links it, and as saturate does."""
+
+    def made(model: Any, inputs: list[tuple[Any, ...]], threads: int) -> Callable[..., Any]:
+        import torch
+
+        from saturate.inference.formats import _cache_lines
+
+        folder = Path(tempfile.mkdtemp())
+        exported = torch.export.export(_rounded(model, inputs, dynamic=False) if int8 else model, inputs[0])
+        with _cache_lines.weights("cpu" if on_lines else "none", folder) as linked:
+            if on_lines and not linked:
+                raise Failed("the compiler links nothing else here")
+            package = torch._inductor.aoti_compile_and_package(
+                exported, package_path=str(folder / "model.pt2"), inductor_configs={"freezing": True, **linked})
+        return torch._inductor.aoti_load_package(package)
+
+    return made
+
+
+SERVED = {**PEERS, "int8-products": int8_products,
+          **{f"aoti-{kind}-{place}": _ahead_of_time(kind == "int8", place == "on-lines") for kind in ("float32", "int8") for place in ("as-torch", "on-lines")}}
 
 
 def _loaded(name: str) -> Callable[..., Any]:

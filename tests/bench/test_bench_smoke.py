@@ -23,12 +23,13 @@ LINES = {
     "diagnosis": r"^slow_decode\s+input-bound-cpu\s",
     "turns": r"^lstm_text +whole blocks / turns \d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]",
     "fit": r"^saturate +\d+ correct +\d trials",
+    "cache_lines": r"^bert-base, float32: on cache lines / as torch links it \d+\.\d{3} \[\d+\.\d{3}, (\d+\.\d{3}|inf)\]$",
     "verify": r"^  bf16 autocast +\d of \d \[[\d.]+%, [\d.]+%\] +\d of \d \[",
 }
 
 
 @pytest.mark.parametrize("name", [
-    "overhead", "trace_readers", "verify", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "regret", "expert", "step_split", "diagnosis", "fit", "turns"))])
+    "overhead", "trace_readers", "verify", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aa", "cache_lines", "regret", "expert", "step_split", "diagnosis", "fit", "turns"))])
 def test_smoke(name, smoke):
     smoke(name, LINES[name])
 

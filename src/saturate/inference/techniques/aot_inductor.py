@@ -24,6 +24,7 @@ How it is applied
 The batch dimension stays open where the model takes other batch sizes and does not branch on them (a program holds one side
 of a branch), and so does every size that varies in the inputs; the measured sizes get a library of their own beside that,
 because open sizes cost convolutions most of their gain.
+On a CPU the library's weights lie on cache lines, which torch leaves to chance (`formats/_cache_lines.py`).
 Inputs are checked before each call, because the library does not. The proof is the compiled library in the package.
 
 References

@@ -22,7 +22,8 @@ inputs take 7 bits. Ranges include 0, as torch has them; its compiler leaves tha
 How it is applied
 -----------------
 `torchao.quantization.pt2e` with `X86InductorQuantizer` in its dynamic configuration, on linear layers only; then AOTInductor
-with frozen weights. Layers that a repair keeps are not annotated. No calibration is needed.
+with frozen weights. Layers that a repair keeps are not annotated. No calibration is needed. Where the CPU has AMX, also with all else under
+autocast to bfloat16, as `pt2e-static-int8`.
 
 References
 ----------
