@@ -3,7 +3,7 @@
 AOTInductor's library of BERT-base (batch 1, one CPU thread), as torch links it, races the same library as saturate links it
 (`saturate.inference.formats._cache_lines`): in float32, and in 8 bits by PT2E. Both are compiled anew, in processes of their own.
 
-    python bench/cache_lines.py [--smoke] [--json FILE]
+    python bench/cache_lines.py [--smoke] [--json FILE] [--kinds float32,int8]
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from saturate.inference import racing
 from saturate.measure.race import Limits
 
 MODEL = "bert-base"
+KINDS = ("float32", "int8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, in float32 only")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--kinds", help=f"of {','.join(KINDS)}")
     arguments = parser.parse_args()
+    kinds = (arguments.kinds or ("float32" if arguments.smoke else ",".join(KINDS))).split(",")
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        parser.error(f"no such kind: {', '.join(unknown)}")
     with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
-        rows = [row(kind, arguments.smoke, Path(folder)) for kind in (("float32",) if arguments.smoke else ("float32", "int8"))]
+        rows = [row(kind, arguments.smoke, Path(folder)) for kind in kinds]
     met = None if arguments.smoke else all(row["ratio"][2] >= 1.0 for row in rows)
     write_json(arguments.json, "cache_lines", rows, met)
     return close(met, arguments.smoke, "not slower than as torch links it")
