@@ -37,9 +37,6 @@ LOWERED = ("qconv_weight_prepack_matcher_count", "qlinear_weight_prepack_matcher
 #: What has 7 bits on a CPU without VNNI, see `Recipe`.
 NARROWED = "inputs"
 
-#: Multiplies bfloat16 many times as fast as float32. AVX512-BF16 alone gives 2 at most, and costs conversions.
-AMX = "amx_bf16"
-
 #: The smallest step: below it nothing is but zero.
 LEAST_STEP = 2.0**-60
 
@@ -90,7 +87,7 @@ def refusal(facts: ModelFacts) -> Ineligible | None:
 
 def rest_in_bfloat16(facts: ModelFacts) -> tuple[bool, ...]:
     """Whether what is not in integers is computed in bfloat16: each way that is worth a trial, the faster one first."""
-    return (True, False) if AMX in facts.cpu_flags else (False,)
+    return (True, False) if _precision.AMX in facts.cpu_flags else (False,)
 
 
 def captured(context: Context) -> _program.Program:

@@ -66,7 +66,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
         return Eligible("products in float32 on a GPU with bfloat16 units")
     if facts.device != "cpu":
         return Ineligible(f"not offered on {facts.device or 'unknown'} devices")
-    if not facts.cpu_flags & {"avx512_bf16", "amx_bf16"}:
+    if not facts.cpu_flags & {"avx512_bf16", _precision.AMX}:
         return Ineligible("this CPU has no bfloat16 arithmetic (AVX512-BF16 or AMX)")
     return Eligible("products in float32 on a CPU with bfloat16 arithmetic")
 
@@ -76,7 +76,7 @@ def variants(facts: ModelFacts) -> Sequence[Options]:
 
 
 def bound(facts: ModelFacts) -> float | None:
-    return 7.0 if "amx_bf16" in facts.cpu_flags else 4.0      # a prior for the order of trials, not a claim
+    return 7.0 if _precision.AMX in facts.cpu_flags else 4.0      # a prior for the order of trials, not a claim
 
 
 def apply(context: Context, options: Options) -> str:

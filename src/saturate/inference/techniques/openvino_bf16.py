@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from saturate.inference.techniques import _onnx, _openvino
+from saturate.inference.techniques import _onnx, _openvino, _precision
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -46,7 +46,7 @@ TECHNIQUE = Technique(
 PREPARE_S = 5.0
 
 #: Instruction sets that multiply bfloat16.
-FLAGS = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
+FLAGS = frozenset(("avx512_bf16", _precision.AMX, "bf16"))
 
 #: OpenVINO chooses by itself what stays in float32.
 WHOLE = True
@@ -69,7 +69,7 @@ def eligible(facts: ModelFacts) -> Eligible | Ineligible:
 
 
 def bound(facts: ModelFacts) -> float | None:
-    return 8.6 if "amx_bf16" in facts.cpu_flags else 4.8
+    return 8.6 if _precision.AMX in facts.cpu_flags else 4.8
 
 
 def apply(context: Context, options: Options) -> str:

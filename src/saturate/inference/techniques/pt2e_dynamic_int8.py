@@ -35,7 +35,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from saturate.inference.techniques import _onnx, _pt2e
+from saturate.inference.techniques import _onnx, _precision, _pt2e
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -76,7 +76,7 @@ def variants(facts: ModelFacts) -> list[Options]:
 def bound(facts: ModelFacts) -> float | None:
     if not _onnx.vnni(facts):
         return 1.5
-    return 7.3 if _pt2e.AMX in facts.cpu_flags else 6.3       # BERT-base on one core
+    return 7.3 if _precision.AMX in facts.cpu_flags else 6.3       # BERT-base on one core
 
 
 def apply(context: Context, options: Options) -> str:

@@ -25,7 +25,7 @@ The same program may give other results on a CPU without VNNI.
 How it is applied
 -----------------
 `torchao.quantization.pt2e` with `X86InductorQuantizer`, BatchNorm folded first; then AOTInductor with frozen weights. Where the CPU
-has AMX, which multiplies bfloat16 some eight times as fast as float32, also with the graph under autocast: of a transformer's time in
+has AMX, which multiplies bfloat16 many times as fast as float32, also with the graph under autocast: of a transformer's time in
 8 bits, attention and what lies between layers are a large part there. Layers that a repair keeps are not annotated (with `bfloat16`
 they are computed in that). Elementwise products (gates) stay in float32. A converted graph that is not
 lowered is slower than float32, so lowered products are counted.
@@ -41,7 +41,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from saturate.inference.techniques import _onnx, _pt2e
+from saturate.inference.techniques import _onnx, _precision, _pt2e
 from saturate.inference.techniques._api import Context, Eligible, Ineligible, Proof, Technique, Touch
 from saturate.records.inference import ModelFacts
 
@@ -87,7 +87,7 @@ def variants(facts: ModelFacts) -> list[Options]:
 def bound(facts: ModelFacts) -> float | None:
     if not _onnx.vnni(facts):
         return 1.5
-    return 8.0 if _pt2e.AMX in facts.cpu_flags else 6.8       # BERT-base on one core
+    return 8.0 if _precision.AMX in facts.cpu_flags else 6.8       # BERT-base on one core
 
 
 def apply(context: Context, options: Options) -> str:
